@@ -1,0 +1,152 @@
+"""Everything beside the tokens that KV depends on.
+
+Two prompts may share pages only if their whole `Namespace` is equal. The record is encoded field by field, each with
+a tag and a length, so that no two different records encode alike (an adapter named like a salt is not that salt), and
+hashed with SHA-256. Digests say which weights were used; names do not, because names are reused.
+
+Encoding (all integers little-endian):
+
+    record := "hicache-namespace" u16:format_version  field*
+    field  := u8:tag  u32:length  value                 fields in ascending tag order, each exactly once
+    value  := UTF-8 text | raw bytes | u64 | list       by the type of the field
+    list   := ( u32:length  value )*
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from hicache.errors import BadRequest
+from hicache.layout import KVLayout
+
+FORMAT_VERSION: Final = 1
+"""Counts changes of this encoding; part of every record, so that versions never share pages."""
+MAX_FIELD_BYTES: Final = 4096
+"""Longest text or digest of one field."""
+
+
+class KeyEncoding(Enum):
+    """Whether stored keys already carry their rotary position."""
+
+    ROTATED = "rotated"
+    """K is stored after RoPE: a page is right at exactly the positions it was computed for."""
+    UNROTATED = "unrotated"
+    """K is stored before RoPE and rotated when read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScheme:
+    """How positions enter the keys."""
+
+    kind: str = "rope"
+    """Name of the scheme: "rope", "alibi", "learned", "none"."""
+    base: float = 10_000.0
+    """Rope base (theta)."""
+    scaling: str = ""
+    """Canonical description of the scaling rule with its factors, empty for none."""
+    keys: KeyEncoding = KeyEncoding.ROTATED
+
+    def encode(self) -> bytes:
+        return _encode_list([_text("kind", self.kind), struct.pack("<d", self.base), _text("scaling", self.scaling),
+                             self.keys.value.encode()])
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """The identity record: what must agree, beside tokens, before a page may be served.
+
+    Raises `BadRequest` naming the field when a text or digest is too long, a count is below 1, or a required field
+    is empty. Equal records have equal `digest`s and different records never encode alike.
+
+    >>> from hicache.layout import KVDtype
+    >>> layout = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32, page_size=16)
+    >>> base = Namespace(model="sha256:ab", layout=layout)
+    >>> salted = Namespace(model="sha256:ab", layout=layout, salt=b"x")
+    >>> base.digest == salted.digest
+    False
+    """
+
+    model: str
+    """Digest of the model's weights, or the revision id it was declared with."""
+    layout: KVLayout
+    """KV dtype, layer groups, heads, head sizes, K/V order and page size."""
+    tenant: str = ""
+    """Who owns the pages. Behind a sidecar it comes from the authenticated session, never from a request."""
+    tokenizer: str = ""
+    """Digest of the tokenizer."""
+    adapter: str = ""
+    """Digest of the adapter (LoRA), empty for none."""
+    adapter_generation: int = 0
+    """Counts reloads of an adapter under the same digest source."""
+    positions: PositionScheme = PositionScheme()
+    num_ranks: int = 1
+    """Tensor-parallel ranks that each hold part of every page."""
+    pipeline_ranges: tuple[tuple[int, int], ...] = ()
+    """Half-open layer range of each pipeline stage; empty for one stage."""
+    codec: str = ""
+    """Lossy codec that pages may have passed through; empty when every tier is lossless."""
+    salt: bytes = b""
+    """Extra separation a caller asked for."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise BadRequest("Namespace.model", "is empty; give the weights' digest or a revision id")
+        for name in ("tenant", "model", "tokenizer", "adapter", "codec"):
+            _text(f"Namespace.{name}", getattr(self, name))
+        if len(self.salt) > MAX_FIELD_BYTES:
+            raise BadRequest("Namespace.salt", f"{len(self.salt)} bytes are more than {MAX_FIELD_BYTES}")
+        if not 0 <= self.adapter_generation < 1 << 64:
+            raise BadRequest("Namespace.adapter_generation", f"{self.adapter_generation} is not within 0 to 2**64 - 1")
+        if not 1 <= self.num_ranks <= 1 << 16:
+            raise BadRequest("Namespace.num_ranks", f"{self.num_ranks} is not within 1 to {1 << 16}")
+        for start, stop in self.pipeline_ranges:
+            if not 0 <= start < stop:
+                raise BadRequest("Namespace.pipeline_ranges", f"({start}, {stop}) is not a half-open layer range")
+
+    def encode(self) -> bytes:
+        """The record as bytes, in the form this module's docstring gives."""
+        record = bytearray(b"hicache-namespace" + struct.pack("<H", FORMAT_VERSION))
+        for tag, value in enumerate(self._fields(), start=1):
+            record += struct.pack("<BI", tag, len(value)) + value
+        return bytes(record)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the encoded record, 32 bytes."""
+        return hashlib.sha256(self.encode()).digest()
+
+    def _fields(self) -> Iterator[bytes]:
+        # The order is the tag order: append only, never reorder.
+        layout = self.layout
+        yield self.tenant.encode()
+        yield self.model.encode()
+        yield self.tokenizer.encode()
+        yield self.adapter.encode()
+        yield struct.pack("<Q", self.adapter_generation)
+        yield layout.dtype.value.encode()
+        yield _encode_list([
+            _encode_list([group.kind.value.encode(),
+                          struct.pack("<4Q", group.num_layers, group.num_kv_heads, group.head_dim, group.window or 0)])
+            for group in layout.groups
+        ])
+        yield layout.order.value.encode()
+        yield struct.pack("<Q", layout.page_size)
+        yield struct.pack("<Q", self.num_ranks)
+        yield _encode_list([struct.pack("<2Q", start, stop) for start, stop in self.pipeline_ranges])
+        yield self.positions.encode()
+        yield self.codec.encode()
+        yield self.salt
+
+
+def _encode_list(values: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(value)) + value for value in values)
+
+
+def _text(field: str, value: str) -> bytes:
+    encoded = value.encode()
+    if len(encoded) > MAX_FIELD_BYTES:
+        raise BadRequest(field, f"{len(encoded)} bytes are more than {MAX_FIELD_BYTES}")
+    return encoded

@@ -1,0 +1,196 @@
+"""The contract of a tier: where the bytes of pages live. `hicache/` owns it, `tiers/` implements it.
+
+A tier is a pool of equal **slots**, each of which holds one page, page-first (`hicache.layout`). Which page a slot holds
+is the tree's knowledge; a tier knows slots, their generations, and how to copy a page in and out. Every tier passes the one
+test class `tests/tiers/contract.py`.
+
+Who calls what, and where it waits:
+
+- `allocate`, `free`, `generation` are synchronous, called by the event loop alone, and never wait.
+- `write` and `read` are coroutines on that loop. They copy in threads or by DMA, never on the loop itself.
+- Cancelling a coroutine does not stop a copy: buffers and slots belong to the copy until the coroutine has *returned*.
+  The movers therefore never cancel one; they mark the transfer as unwanted and drop its result.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NewType, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+TierId = NewType("TierId", str)
+"""Name of one tier instance."""
+
+DEVICE: Final = TierId("device")
+HOST: Final = TierId("host")
+NVME: Final = TierId("nvme")
+REMOTE: Final = TierId("remote")
+
+Slots = npt.NDArray[np.int32]
+"""Slot ids of consecutive pages, one-dimensional."""
+
+
+class Outcome(Enum):
+    """What became of one page of a `write` or `read`."""
+
+    OK = "ok"
+    """Copied whole; on a read also verified: generation, identity and checksum agree."""
+    STALE = "stale"
+    """The slot's generation is another one: the page it held was freed. Nothing was copied that may be used."""
+    NOT_FOUND = "not_found"
+    """The slot holds nothing, or another page than the identity names."""
+    CORRUPT = "corrupt"
+    """Stored bytes fail a checksum or are short. The page must be forgotten."""
+    ERROR = "error"
+    """The device failed (EIO, ENOSPC, ...). The page may be there; asking again later may work."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageIdentity:
+    """What one page is: its namespace, everything before it, and its own tokens. Compared byte by byte, never by hash
+    alone: `tokens` are the tokens themselves."""
+
+    namespace: bytes
+    """`Namespace.digest`, 32 bytes."""
+    prefix: bytes
+    """Chain digest of all pages before this one (`chain_digest`), 32 bytes; the namespace digest for the first."""
+    tokens: bytes
+    """The page's own token ids, packed little-endian int32, `4 * page_size` bytes."""
+
+    @property
+    def chain(self) -> bytes:
+        """Chain digest up to and including this page: the `prefix` of the next one."""
+        return chain_digest(self.prefix, self.tokens)
+
+
+def chain_digest(prefix: bytes, tokens: bytes) -> bytes:
+    """SHA-256 over a tag, the digest of everything before, the byte length of `tokens`, and `tokens`."""
+    return hashlib.sha256(b"hicache-page\x01" + prefix + struct.pack("<I", len(tokens)) + tokens).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """One page to copy into a slot."""
+
+    slot: int
+    generation: int
+    """The slot's generation when it was allocated; another one by now means `STALE`."""
+    identity: PageIdentity
+    data: memoryview
+    """The page's bytes, contiguous, `page_bytes` long. Belongs to the copy until `write` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRead:
+    """One page to copy out of a slot."""
+
+    slot: int
+    generation: int
+    """The slot's generation when the read was decided; another one by now means `STALE`."""
+    identity: PageIdentity
+    into: memoryview
+    """Where the bytes go: contiguous, writable, `page_bytes` long. Belongs to the copy until `read` returns; holds
+    nothing usable unless the outcome is `OK`."""
+
+
+class Tier(Protocol):
+    """One store of pages. See the module's docstring for threads and waiting."""
+
+    @property
+    def tier_id(self) -> TierId: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        ...
+
+    @property
+    def capacity_pages(self) -> int:
+        """Slots in all. May shrink while a tier is in trouble; never below what is allocated."""
+        ...
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `allocate` can give now. `num_free` plus slots handed out equals `capacity_pages`."""
+        ...
+
+    def allocate(self, num_pages: int) -> Slots:
+        """Take `num_pages` slots, neighbours where possible; all or none.
+
+        Raises `NoRoom` when fewer are free, `TierUnavailable` when the tier is down. The bytes in them are undefined.
+        """
+        ...
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back and bump their generations, so that whoever still names them is told `STALE`.
+
+        A slot that is not allocated, or is named twice, is a bug of the caller: `AssertionError`, nothing freed.
+        """
+        ...
+
+    def generation(self, slot: int) -> int:
+        """How often the slot has been freed, from 0."""
+        ...
+
+    async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
+        """Copy pages into their slots; one outcome each, in order. A slot is readable only after its `OK`.
+
+        Never raises for what a device does; a failed page leaves the others alone. After `OK` the bytes are there for
+        every later `read`; whether they survive a crash is the tier's own matter.
+        """
+        ...
+
+    async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
+        """Copy pages out of their slots; one outcome each, in order. Never raises for what a device does."""
+        ...
+
+    async def close(self) -> None:
+        """Wait for copies under way, then release what the tier holds. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SupportsView(Protocol):
+    """A tier whose slots are addressable memory of this process: the host arena."""
+
+    def view(self, slot: int) -> memoryview:
+        """The slot's bytes, writable, `page_bytes` long. Valid until the tier closes; what it holds follows the slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRead:
+    """One layer of one page to copy out of a slot."""
+
+    slot: int
+    generation: int
+    identity: PageIdentity
+    layer: int
+    """Layer index from 0 over the whole page."""
+    into: memoryview
+    """Contiguous, writable, as long as that layer of a page (`KVLayout.layer_bytes`)."""
+
+
+class Ticket(Protocol):
+    """Reads under way in another thread."""
+
+    def wait(self, timeout_s: float) -> list[Outcome]:
+        """Block the calling thread until every read reported; one outcome each, in order.
+
+        Raises `DeadlineExceeded` after `timeout_s` seconds; the buffers then still belong to the reads.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsLayerRead(Protocol):
+    """A tier from which single layers can be read, verified, while attention runs: NVMe."""
+
+    def start_layer_reads(self, reads: Sequence[LayerRead]) -> Ticket:
+        """Queue the reads and return at once. Callable from any thread. Generation, identity and the layer's own
+        checksum are verified as `Tier.read` verifies whole pages."""
+        ...
