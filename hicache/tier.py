@@ -162,6 +162,28 @@ class SupportsView(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsDeclare(Protocol):
+    """A tier whose slots can be filled in place, beside `write`: by attention on the device, through a view on the host."""
+
+    def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        """The slot now holds that page, whole: from here on `read` gives it out under that identity.
+
+        Called by the event loop after whoever filled the slot has finished. `STALE` when the slot was freed meanwhile;
+        the slot then stays as it is.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsPageCopy(Protocol):
+    """A tier that copies one of its slots onto another: copy-on-write of private device pages."""
+
+    async def copy_page(self, source_slot: int, target_slot: int) -> Outcome:
+        """Copy all layers of a page. Both slots belong to the copy until it returns; the target holds no identity."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerRead:
     """One layer of one page to copy out of a slot."""
