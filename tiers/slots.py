@@ -1,0 +1,165 @@
+"""Which slots of a tier are free, and how often each has been freed.
+
+Invariants (`SlotPool.check_integrity`):
+
+1. A slot is free or handed out, never both: `num_free` counts the free ones.
+2. `_block_free[b]` counts the free slots of block `b`, so a search looks only where something is.
+3. A generation never falls; it rises by one each time its slot is freed.
+
+One thread calls everything that changes (the event loop); `generation` may be read from any thread.
+"""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import BadRequest, NoRoom
+from hicache.tier import Slots, TierId
+
+MAX_SLOTS: Final = 2**31 - 1
+"""Slot ids are int32."""
+_BLOCK: Final = 512
+"""Slots a counter stands for. A search reads one counter a block, then the slots of few blocks."""
+
+
+class SlotPool:
+    """Hands out slots `0 .. capacity - 1`, neighbours where possible.
+
+    A run long enough is taken whole, the one that fits best among those looked at; failing that, the longest runs
+    first. The place of the last allocation or free is tried before anything else, so that filling an empty tier, and
+    refilling what an eviction emptied, are one comparison and stay in order.
+
+    >>> pool = SlotPool(TierId("host"), 4)
+    >>> pool.allocate(3)
+    array([0, 1, 2], dtype=int32)
+    >>> pool.free(np.array([1], np.int32)); pool.num_free, pool.generation(1)
+    (2, 1)
+    """
+
+    def __init__(self, tier_id: TierId, capacity: int) -> None:
+        if not 1 <= capacity <= MAX_SLOTS:
+            raise BadRequest("capacity_pages", f"{capacity} is not within 1 to {MAX_SLOTS} pages")
+        self.tier_id = tier_id
+        self.capacity = capacity
+        self._num_free = capacity
+        num_blocks = -(-capacity // _BLOCK)
+        # Padded to whole blocks with slots that are never free, so that blocks are rows.
+        self._free = np.zeros(num_blocks * _BLOCK, np.bool_)
+        self._free[:capacity] = True
+        self._rows = self._free.reshape(num_blocks, _BLOCK)
+        self._block_free = self._rows.sum(axis=1, dtype=np.int32)
+        self._generation = np.zeros(capacity, np.int64)
+        self._hint = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `allocate` can give now."""
+        return self._num_free
+
+    def generation(self, slot: int) -> int:
+        """How often `slot` has been freed, from 0. Raises `BadRequest` for a slot that does not exist."""
+        if not 0 <= slot < self.capacity:
+            raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
+        return int(self._generation[slot])
+
+    def is_allocated(self, slot: int) -> bool:
+        """Whether `slot` is handed out now. Raises `BadRequest` for a slot that does not exist."""
+        if not 0 <= slot < self.capacity:
+            raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
+        return not self._free[slot]
+
+    def allocated(self) -> Slots:
+        """Every slot handed out now, ascending. Walks the whole pool: for checks and inspection."""
+        return np.flatnonzero(~self._free[: self.capacity]).astype(np.int32)
+
+    def allocate(self, num_pages: int) -> Slots:
+        """Take `num_pages` slots, ascending; all or none.
+
+        Raises `NoRoom` when fewer are free, `BadRequest` for a negative number.
+        """
+        if num_pages < 0:
+            raise BadRequest("num_pages", f"{num_pages} is negative")
+        if num_pages > self._num_free:
+            raise NoRoom(self.tier_id, pages_asked=num_pages, pages_free=self._num_free)
+        if num_pages == 0:
+            return np.empty(0, np.int32)
+        start, end = self._hint, self._hint + num_pages
+        if end <= self.capacity and bool(self._free[start:end].all()):
+            slots = np.arange(start, end, dtype=np.int32)
+        else:
+            slots = _choose(self._candidates(num_pages), num_pages)
+        self._free[slots] = False
+        self._count(slots, -1)
+        self._num_free -= num_pages
+        self._hint = int(slots[-1]) + 1
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back and bump their generations. Any order.
+
+        Raises `AssertionError`, and changes nothing, if a slot does not exist, is not handed out, or is named twice.
+        """
+        if slots.size == 0:
+            return
+        ordered = np.sort(slots)
+        if ordered[0] < 0 or ordered[-1] >= self.capacity:
+            raise AssertionError(f"{self.tier_id}: a slot outside 0 to {self.capacity - 1} was freed")
+        if not bool((ordered[1:] != ordered[:-1]).all()):
+            raise AssertionError(f"{self.tier_id}: a slot was named twice in one free")
+        if bool(self._free[ordered].any()):
+            raise AssertionError(f"{self.tier_id}: a slot was freed that is not handed out")
+        self._free[ordered] = True
+        self._generation[ordered] += 1
+        self._count(ordered, 1)
+        self._num_free += int(ordered.size)
+        starts, lengths = _runs(ordered)
+        self._hint = int(ordered[starts[int(np.argmax(lengths))]])
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` if an invariant at the head of this file does not hold."""
+        counts = self._rows.sum(axis=1, dtype=np.int32)
+        if not np.array_equal(counts, self._block_free) or int(counts.sum()) != self._num_free:
+            raise AssertionError(f"{self.tier_id}: free counts and free slots disagree")
+        if bool(self._free[self.capacity :].any()):
+            raise AssertionError(f"{self.tier_id}: a slot beyond the capacity is free")
+
+    def _count(self, ordered: npt.NDArray[np.int32], change: int) -> None:
+        first, last = int(ordered[0]) // _BLOCK, int(ordered[-1]) // _BLOCK
+        if first == last:
+            self._block_free[first] += change * ordered.size
+        else:
+            counts = np.bincount(ordered // _BLOCK - first, minlength=last - first + 1)
+            self._block_free[first : last + 1] += (change * counts).astype(np.int32)
+
+    def _candidates(self, num_pages: int) -> npt.NDArray[np.int32]:
+        """Free slots to choose from, ascending: those of the blocks with most of them that together hold `num_pages`,
+        and of as many blocks again, in which a run is likely."""
+        order = np.argsort(-self._block_free, kind="stable")
+        enough = int(np.searchsorted(np.cumsum(self._block_free[order]), num_pages)) + 1
+        blocks = np.sort(order[: 2 * enough])
+        rows, columns = np.nonzero(self._rows[blocks])
+        return (blocks[rows] * _BLOCK + columns).astype(np.int32)
+
+
+def _runs(ordered: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Positions in `ordered` (ascending, not empty) where runs of neighbours begin, and how long they are."""
+    starts = np.concatenate(([0], np.flatnonzero(ordered[1:] - ordered[:-1] != 1) + 1))
+    return starts, np.diff(starts, append=ordered.size)
+
+
+def _choose(candidates: npt.NDArray[np.int32], num_pages: int) -> Slots:
+    """`num_pages` of the candidates (ascending, at least as many), in as few runs as is easily had; ascending."""
+    starts, lengths = _runs(candidates)
+    fitting = np.flatnonzero(lengths >= num_pages)
+    if fitting.size:
+        best = int(fitting[np.argmin(lengths[fitting])])
+        return candidates[starts[best] : starts[best] + num_pages]
+    order = np.argsort(-lengths, kind="stable")
+    longest_first = np.cumsum(lengths[order])
+    needed = int(np.searchsorted(longest_first, num_pages)) + 1
+    taken = np.zeros(lengths.size, np.intp)
+    taken[order[:needed]] = lengths[order[:needed]]
+    taken[order[needed - 1]] -= longest_first[needed - 1] - num_pages
+    offset_in_run = np.arange(candidates.size) - np.repeat(starts, lengths)
+    return candidates[offset_in_run < np.repeat(taken, lengths)]
