@@ -1,5 +1,6 @@
 """Time, passed in. Nothing in `hicache/` or `tiers/` asks the operating system for it."""
 
+import math
 import time
 from typing import Protocol
 
@@ -46,6 +47,6 @@ class ManualClock:
         return self.now + self.wall_offset
 
     def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"seconds: {seconds} is negative; monotonic time does not go back")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds: {seconds} is not a finite step forwards; monotonic time does not go back")
         self.now += seconds

@@ -19,6 +19,8 @@ MAX_PAGE_SIZE: Final = 256
 """Largest page, in tokens."""
 MAX_LAYERS: Final = 1024
 """Most layers over all groups."""
+MAX_DIMENSION: Final = 1 << 20
+"""Most heads, elements of a head, or tokens of a window."""
 
 
 class KVDtype(Enum):
@@ -77,21 +79,19 @@ class LayerGroup:
     num_layers: int
     """Layers in the group, at least 1."""
     num_kv_heads: int
-    """Key/value heads of one rank, at least 1."""
+    """Key/value heads of one rank, 1 to 2**20."""
     head_dim: int
-    """Elements of one head, at least 1."""
+    """Elements of one head, 1 to 2**20."""
     window: int | None = None
-    """Tokens a sliding-window layer looks back, inclusive of the token itself; None for the other kinds."""
+    """Tokens a sliding-window layer looks back, inclusive of the token itself, 1 to 2**20; None for the other kinds."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise BadRequest(f"LayerGroup.{name}", f"{value!r} is not an integer of at least 1")
+            _check_dimension(f"LayerGroup.{name}", getattr(self, name))
         if (self.window is not None) != (self.kind is AttentionKind.SLIDING_WINDOW):
             raise BadRequest("LayerGroup.window", "is given exactly for sliding-window groups")
-        if self.window is not None and self.window < 1:
-            raise BadRequest("LayerGroup.window", f"{self.window} is below 1 token")
+        if self.window is not None:
+            _check_dimension("LayerGroup.window", self.window)
 
     @property
     def num_planes(self) -> int:
@@ -163,3 +163,8 @@ class KVLayout:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.page_size)
+
+
+def _check_dimension(field: str, value: object) -> None:
+    if not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
+        raise BadRequest(field, f"{value!r} is not an integer within 1 to {MAX_DIMENSION}")

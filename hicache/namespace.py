@@ -13,6 +13,7 @@ Encoding (all integers little-endian):
 """
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,12 +21,26 @@ from enum import Enum
 from typing import Final
 
 from hicache.errors import BadRequest
-from hicache.layout import KVLayout
+from hicache.layout import MAX_LAYERS, KVLayout
 
 FORMAT_VERSION: Final = 1
 """Counts changes of this encoding; part of every record, so that versions never share pages."""
 MAX_FIELD_BYTES: Final = 4096
 """Longest text or digest of one field."""
+
+
+def _encode_list(values: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(value)) + value for value in values)
+
+
+def _text(field: str, value: str) -> bytes:
+    try:
+        encoded = value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"cannot be written as UTF-8: {error.reason}") from error
+    if len(encoded) > MAX_FIELD_BYTES:
+        raise BadRequest(field, f"{len(encoded)} bytes are more than {MAX_FIELD_BYTES}")
+    return encoded
 
 
 class KeyEncoding(Enum):
@@ -39,19 +54,28 @@ class KeyEncoding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PositionScheme:
-    """How positions enter the keys."""
+    """How positions enter the keys. Raises `BadRequest` naming the field that is out of its bounds."""
 
     kind: str = "rope"
     """Name of the scheme: "rope", "alibi", "learned", "none"."""
     base: float = 10_000.0
-    """Rope base (theta)."""
+    """Rope base (theta), finite and above 0."""
     scaling: str = ""
     """Canonical description of the scaling rule with its factors, empty for none."""
     keys: KeyEncoding = KeyEncoding.ROTATED
 
+    def __post_init__(self) -> None:
+        _text("PositionScheme.kind", self.kind)
+        _text("PositionScheme.scaling", self.scaling)
+        # Also keeps out what equals without encoding alike (0.0 and -0.0) and what does not even equal itself (NaN).
+        if not 0.0 < self.base < math.inf:
+            raise BadRequest("PositionScheme.base", f"{self.base} is not a finite number above 0")
+
     def encode(self) -> bytes:
-        return _encode_list([_text("kind", self.kind), struct.pack("<d", self.base), _text("scaling", self.scaling),
-                             self.keys.value.encode()])
+        """The scheme as a list in the form that this module's docstring gives."""
+        return _encode_list([
+            self.kind.encode(), struct.pack("<d", self.base), self.scaling.encode(), self.keys.value.encode(),
+        ])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +126,14 @@ class Namespace:
             raise BadRequest("Namespace.adapter_generation", f"{self.adapter_generation} is not within 0 to 2**64 - 1")
         if not 1 <= self.num_ranks <= 1 << 16:
             raise BadRequest("Namespace.num_ranks", f"{self.num_ranks} is not within 1 to {1 << 16}")
+        if len(self.pipeline_ranges) > MAX_LAYERS:
+            raise BadRequest("Namespace.pipeline_ranges", f"{len(self.pipeline_ranges)} are more than {MAX_LAYERS}")
         for start, stop in self.pipeline_ranges:
-            if not 0 <= start < stop:
-                raise BadRequest("Namespace.pipeline_ranges", f"({start}, {stop}) is not a half-open layer range")
+            if not 0 <= start < stop <= MAX_LAYERS:
+                raise BadRequest(
+                    "Namespace.pipeline_ranges",
+                    f"({start}, {stop}) is not a half-open range of layers within 0 to {MAX_LAYERS}",
+                )
 
     def encode(self) -> bytes:
         """The record as bytes, in the form this module's docstring gives."""
@@ -139,14 +168,3 @@ class Namespace:
         yield self.positions.encode()
         yield self.codec.encode()
         yield self.salt
-
-
-def _encode_list(values: list[bytes]) -> bytes:
-    return b"".join(struct.pack("<I", len(value)) + value for value in values)
-
-
-def _text(field: str, value: str) -> bytes:
-    encoded = value.encode()
-    if len(encoded) > MAX_FIELD_BYTES:
-        raise BadRequest(field, f"{len(encoded)} bytes are more than {MAX_FIELD_BYTES}")
-    return encoded
