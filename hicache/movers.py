@@ -10,7 +10,8 @@ them out in batches of neighbouring slots; one end of every lane is the host tie
 3. At most `max_in_flight_bytes` are being copied at any moment.
 4. A copy that has begun is waited for, whatever happens: its buffers and slots belong to it until the tier returned.
    Neither cancelling a transfer, nor closing the lane, nor cancelling `run` cancels a coroutine of a tier.
-5. A slot that was freed since the move was decided is neither read from nor written to: its page ends as `STALE`.
+5. A slot that was freed since the move was decided is neither read from nor written to: its page ends as `STALE`. If
+   it is freed during the copy, which owners do not do, the page ends as `STALE` too.
 
 Everything in here belongs to one event loop. The lane's workers are children of `run`; nothing else starts a task.
 """
@@ -664,19 +665,21 @@ class _OutOfHost:
         return page.target_slot
 
     async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
-        host = self._host
-        outcomes = [Outcome.STALE] * len(pages)
-        live = [i for i, page in enumerate(pages) if host.generation(page.source_slot) == page.source_generation]
+        outcomes = [self._check(page) for page in pages]
+        live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         writes = [
-            PageWrite(page.target_slot, page.target_generation, page.identity, data=host.view(page.source_slot))
+            PageWrite(page.target_slot, page.target_generation, page.identity, data=self._host.view(page.source_slot))
             for page in (pages[i] for i in live)
         ]
         if writes:
             for i, outcome in zip(live, await self._target.write(writes), strict=True):
                 # Freed during the copy: what was written may be another page's bytes under this page's name.
-                if host.generation(pages[i].source_slot) == pages[i].source_generation:
-                    outcomes[i] = outcome
+                still = self._check(pages[i])
+                outcomes[i] = outcome if still is Outcome.OK else still
         return outcomes
+
+    def _check(self, page: PageMove) -> Outcome:
+        return self._host.check(page.source_slot, page.source_generation, page.identity)
 
 
 class _Speed:

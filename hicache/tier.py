@@ -161,6 +161,11 @@ class SupportsView(Protocol):
         """The slot's bytes, writable, `page_bytes` long. Valid until the tier closes; what it holds follows the slot."""
         ...
 
+    def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        """What a `read` would say now, without copying: `OK`, `STALE` or `NOT_FOUND`. Who reads through a view asks
+        before and again afterwards: only then were the bytes in between that page's."""
+        ...
+
 
 @runtime_checkable
 class SupportsDeclare(Protocol):

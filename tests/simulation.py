@@ -402,6 +402,11 @@ class SimulatedHost(SimulatedTier):
         self._slots.generation(slot)
         return self._view(slot)
 
+    def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        if self.generation(slot) != generation:
+            return Outcome.STALE
+        return Outcome.OK if self._held[slot] == identity else Outcome.NOT_FOUND
+
     def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
         if not self._slots.is_allocated(slot) or self.generation(slot) != generation:
             return Outcome.STALE

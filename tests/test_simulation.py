@@ -107,8 +107,9 @@ def test_the_host_can_be_viewed_and_told_what_it_holds() -> None:
     [slot] = host.allocate(1).tolist()
     host.view(slot)[:] = stamp(identity, 64).data
     assert host.declare(slot, 1, identity) is Outcome.STALE
-    assert host.holds(slot) is None
+    assert host.check(slot, 0, identity) is Outcome.NOT_FOUND
     assert host.declare(slot, 0, identity) is Outcome.OK
+    assert [host.check(slot, generation, identity) for generation in (0, 1)] == [Outcome.OK, Outcome.STALE]
     assert (host.holds(slot), host.raw_page(slot)) == (identity, stamp(identity, 64).tobytes())
 
 
