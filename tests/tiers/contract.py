@@ -86,7 +86,9 @@ class TierContract(ABC):
     page_bytes: ClassVar[int] = 12_288
     """An ordinary page: whole blocks of 4,096 bytes."""
     odd_page_bytes: ClassVar[int] = 10_000
-    """A page that is no multiple of a disk's block."""
+    """A page that is no multiple of a disk's block. Both are multiples of 16."""
+    page_size: ClassVar[int] = 4
+    """Tokens in a page: what the identities used here carry."""
 
     @abstractmethod
     def make_tier(self, *, page_bytes: int, capacity_pages: int) -> AbstractAsyncContextManager[Tier]:
@@ -495,6 +497,7 @@ class TierContract(ABC):
                 async with asyncio.TaskGroup() as group:
                     writing = group.create_task(tier.write(pages))
                     while not writing.done():
+                        await asyncio.sleep(0)
                         got, buffer = await fetch(tier, int(slots[7]), identities[7])
                         if got is Outcome.OK:
                             assert np.array_equal(buffer, stamp(identities[7], tier.page_bytes))
