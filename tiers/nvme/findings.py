@@ -1,0 +1,89 @@
+"""What the store finds when it looks at one page, and the outcome that callers are told."""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+from hicache.tier import Outcome
+
+
+class Finding(Enum):
+    """One page of one request, in more detail than `Outcome`. The values name counters."""
+
+    OK = "ok"
+    FREED = "freed"
+    """The slot's generation in memory is another one, before or after the copy."""
+    EMPTY = "empty"
+    """Nothing was written to this life of the slot, or its last write failed."""
+    OTHER_PAGE = "other_page"
+    """The slot holds another page than the one asked, by the index in memory or by a whole header on disk."""
+    OLDER_LIFE = "older_life"
+    """A whole header of another generation lies on disk: the write of this one was lost."""
+    BAD_HEADER = "bad_header"
+    """The header's checksum, magic, version, lengths or codec are wrong: torn, flipped or never written."""
+    MISPLACED = "misplaced"
+    """A whole header that belongs elsewhere: another store, segment or slot. The device wrote to the wrong place."""
+    OTHER_PAYLOAD = "other_payload"
+    """A whole header with another payload checksum than the one written: an earlier write of the same page, or a later
+    one that was never acknowledged."""
+    BAD_PAYLOAD = "bad_payload"
+    """The payload fails its checksum."""
+    SHORT = "short"
+    """The file ends inside the page."""
+    DEVICE_ERROR = "device_error"
+    """The device failed, with an errno."""
+    CLOSED = "closed"
+    """The tier was closed."""
+    BUG = "bug"
+    """A copy raised what no device raises; logged with its traceback."""
+
+
+OUTCOMES: Final[Mapping[Finding, Outcome]] = {
+    Finding.OK: Outcome.OK,
+    Finding.FREED: Outcome.STALE,
+    Finding.OLDER_LIFE: Outcome.STALE,
+    Finding.EMPTY: Outcome.NOT_FOUND,
+    Finding.OTHER_PAGE: Outcome.NOT_FOUND,
+    Finding.BAD_HEADER: Outcome.CORRUPT,
+    Finding.MISPLACED: Outcome.CORRUPT,
+    Finding.OTHER_PAYLOAD: Outcome.CORRUPT,
+    Finding.BAD_PAYLOAD: Outcome.CORRUPT,
+    Finding.SHORT: Outcome.CORRUPT,
+    Finding.DEVICE_ERROR: Outcome.ERROR,
+    Finding.CLOSED: Outcome.ERROR,
+    Finding.BUG: Outcome.ERROR,
+}
+
+
+class Operation(Enum):
+    WRITE = "write"
+    READ = "read"
+    READ_LAYER = "read_layer"
+
+
+class Counters:
+    """How often what was found, since the tier was opened. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Operation, Finding]] = Counter()
+        self._bytes: Counter[Operation] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, operation: Operation, finding: Finding, num_bytes: int = 0) -> None:
+        """Count one page or layer; `num_bytes` are those that were copied."""
+        with self._lock:
+            self._counts[operation, finding] += 1
+            self._bytes[operation] += num_bytes
+
+    def count(self, operation: Operation, finding: Finding) -> int:
+        with self._lock:
+            return self._counts[operation, finding]
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters that are not zero, by names like `read.bad_payload` and `write.bytes`."""
+        with self._lock:
+            counts = {f"{operation.value}.{finding.value}": n for (operation, finding), n in self._counts.items()}
+            counts |= {f"{operation.value}.bytes": n for operation, n in self._bytes.items()}
+        return {name: counts[name] for name in sorted(counts) if counts[name]}

@@ -1,0 +1,185 @@
+"""Page headers, segment headers and the manifest, as bytes. `tiers/FORMAT.md` is the description, with an example.
+
+Integers are little-endian. Each header fills whole blocks of 4,096 bytes, and its last four bytes are the CRC32C of all
+bytes before them, so that a flip anywhere in it is seen.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from crc32c import crc32c
+
+from hicache.tier import PageIdentity
+from hicache.tiers.nvme.geometry import BLOCK, CRC_BYTES, PAGE_HEADER_FIXED_BYTES, SEGMENT_HEADER_BYTES, PageShape
+
+FORMAT_VERSION: Final = 1
+"""Counts changes of anything in `tiers/FORMAT.md`. A directory of another version is refused and left as it is."""
+PAGE_MAGIC: Final = b"HICPAGE\0"
+SEGMENT_MAGIC: Final = b"HICSEGM\0"
+MANIFEST_NAME: Final = "hicache-nvme"
+"""First word of a manifest."""
+CODEC_NONE: Final = 0
+"""The payload is the page's bytes as they are: the only codec of this version."""
+DIGEST_BYTES: Final = 32
+STORE_ID_BYTES: Final = 16
+MAX_MANIFEST_BYTES: Final = 64 << 10
+
+_PAGE: Final = struct.Struct("<8s4H16s2I4Q2I32s32s112s")
+_SEGMENT: Final = struct.Struct("<8s4H16s2I2Q2I")
+_CRC: Final = struct.Struct("<I")
+_RESERVED: Final = bytes(112)
+_GIL_KEPT_BELOW: Final = 32 << 10
+"""Shorter checksums take a few microseconds: waiting for the interpreter lock again would cost more."""
+
+assert _PAGE.size == PAGE_HEADER_FIXED_BYTES
+
+
+def checksum(data: bytes | memoryview, before: int = 0) -> int:
+    """CRC32C of `data`, continued from the checksum of what comes before it. Releases the interpreter lock."""
+    return crc32c(data, before, len(data) >= _GIL_KEPT_BELOW)
+
+
+def layer_checksums(page: memoryview, shape: PageShape) -> tuple[int, ...]:
+    """Running CRC32C of a page at the end of each layer: entry *i* covers layers 0 to *i*.
+
+    The last entry is the checksum of the whole page, and layer *i* alone is verified by continuing from entry *i - 1*:
+    one pass over the page gives both.
+    """
+    running, sums = 0, []
+    for start, stop in shape.layer_ranges:
+        running = checksum(page[start:stop], running)
+        sums.append(running)
+    return tuple(sums)
+
+
+@dataclass(frozen=True, slots=True)
+class PageHeader:
+    """What stands before a page's bytes."""
+
+    store: bytes
+    """Random id of this life of the directory, 16 bytes: bytes that an earlier life left behind are recognised."""
+    segment: int
+    slot: int
+    """Slot in the segment, from 0."""
+    generation: int
+    """Generation of the slot when the page was written."""
+    identity: PageIdentity
+    payload_bytes: int
+    layer_sums: tuple[int, ...]
+    """Running CRC32C at the end of each layer (`layer_checksums`)."""
+
+    @property
+    def payload_sum(self) -> int:
+        """CRC32C of the whole payload."""
+        return self.layer_sums[-1]
+
+
+def encode_page_header(header: PageHeader, into: memoryview) -> None:
+    """Write the header over `into`, whose length, whole blocks, is the header's."""
+    num_tokens, num_layers = len(header.identity.tokens) // 4, len(header.layer_sums)
+    _PAGE.pack_into(
+        into, 0, PAGE_MAGIC, FORMAT_VERSION, len(into) // BLOCK, CODEC_NONE, 0,
+        header.store, header.segment, header.slot, header.generation, 0, header.payload_bytes, header.payload_bytes,
+        num_tokens, num_layers, header.identity.namespace, header.identity.prefix, _RESERVED,
+    )  # fmt: skip
+    sums_at = _PAGE.size + 4 * num_tokens
+    rest_at, crc_at = sums_at + CRC_BYTES * num_layers, len(into) - CRC_BYTES
+    into[_PAGE.size : sums_at] = header.identity.tokens
+    struct.pack_into(f"<{num_layers}I", into, sums_at, *header.layer_sums)
+    into[rest_at:crc_at] = bytes(crc_at - rest_at)
+    _CRC.pack_into(into, crc_at, checksum(into[:crc_at]))
+
+
+def decode_page_header(block: memoryview) -> PageHeader | None:
+    """The header in `block`, or None if these bytes are not a whole header of this version.
+
+    None for a wrong checksum, magic, version, length or codec, and for counts that do not fit.
+    """
+    crc_at = len(block) - CRC_BYTES
+    if _CRC.unpack_from(block, crc_at)[0] != checksum(block[:crc_at]):
+        return None
+    (
+        magic, version, blocks, codec, part, store, segment, slot, generation, _sequence, payload_bytes, stored_bytes,
+        num_tokens, num_layers, namespace, prefix, reserved,
+    ) = _PAGE.unpack_from(block)  # fmt: skip
+    sums_at = _PAGE.size + 4 * num_tokens
+    if (
+        (magic, version, blocks * BLOCK) != (PAGE_MAGIC, FORMAT_VERSION, len(block))
+        or (codec, part, reserved) != (CODEC_NONE, 0, _RESERVED)
+        or stored_bytes != payload_bytes
+        or num_layers < 1
+        or sums_at + CRC_BYTES * num_layers > crc_at
+    ):
+        return None
+    identity = PageIdentity(namespace, prefix, bytes(block[_PAGE.size : sums_at]))
+    sums = struct.unpack_from(f"<{num_layers}I", block, sums_at)
+    return PageHeader(store, segment, slot, generation, identity, payload_bytes, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """First block of a segment file."""
+
+    store: bytes
+    """Random id of this life of the directory, 16 bytes."""
+    segment: int
+    """Number of the segment, as in its file name."""
+    num_slots: int
+    shape: PageShape
+    """Its sizes are written down here; the table of its layers stands in the manifest."""
+
+
+def encode_segment_header(header: SegmentHeader, into: memoryview) -> None:
+    """Write the header over `into`, `SEGMENT_HEADER_BYTES` long."""
+    shape, crc_at = header.shape, len(into) - CRC_BYTES
+    into[_SEGMENT.size : crc_at] = bytes(crc_at - _SEGMENT.size)
+    _SEGMENT.pack_into(
+        into, 0, SEGMENT_MAGIC, FORMAT_VERSION, shape.header_bytes // BLOCK, 0, 0, header.store, header.segment,
+        header.num_slots, shape.slot_bytes, shape.page_bytes, shape.page_size, shape.num_layers,
+    )  # fmt: skip
+    _CRC.pack_into(into, crc_at, checksum(into[:crc_at]))
+
+
+def segment_version(block: memoryview) -> int | None:
+    """Format version of a segment header, of any version; None if this is no segment header or a damaged one.
+
+    Magic, version and the CRC at the end of the first block keep their places in all versions.
+    """
+    crc_at = SEGMENT_HEADER_BYTES - CRC_BYTES
+    if len(block) < SEGMENT_HEADER_BYTES or bytes(block[:8]) != SEGMENT_MAGIC:
+        return None
+    if _CRC.unpack_from(block, crc_at)[0] != checksum(block[:crc_at]):
+        return None
+    version: int = struct.unpack_from("<H", block, 8)[0]
+    return version
+
+
+def encode_manifest(store: bytes, shape: PageShape, *, slots_per_segment: int, num_slots: int) -> bytes:
+    """The manifest: a line with the format version, a line of JSON, a line with the CRC32C of the two."""
+    body = {
+        "store": store.hex(),
+        "page_size": shape.page_size,
+        "page_bytes": shape.page_bytes,
+        "header_bytes": shape.header_bytes,
+        "slot_bytes": shape.slot_bytes,
+        "slots_per_segment": slots_per_segment,
+        "num_slots": num_slots,
+        "layer_bytes": list(shape.layer_bytes),
+    }
+    text = f"{MANIFEST_NAME} {FORMAT_VERSION}\n{json.dumps(body, separators=(',', ':'))}\n".encode()
+    return text + f"crc32c {checksum(text):08x}\n".encode()
+
+
+def manifest_version(data: bytes) -> int | None:
+    """Format version of a manifest, of any version; None if it is damaged or not one.
+
+    The first line, and the last with the checksum of all before it, keep their form in all versions.
+    """
+    text, _, last = data.rstrip(b"\n").rpartition(b"\n")
+    text += b"\n"
+    first = text.partition(b"\n")[0].split(b" ")
+    if last != f"crc32c {checksum(text):08x}".encode() or first[0] != MANIFEST_NAME.encode():
+        return None
+    return int(first[1]) if len(first) == 2 and first[1].isdigit() else None
