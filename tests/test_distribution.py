@@ -1,7 +1,5 @@
 """What is built from this repository: a wheel that imports by itself, and a source distribution that builds it too."""
 
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -9,30 +7,19 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pytest
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PARTS: Final = ("tiers", "kernels", "service", "tools")
+from tests.repository import LINKED, copy_of_repository
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tracked files, so that building leaves nothing in the checkout."""
-    copy = tmp_path_factory.mktemp("source")
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in filter(None, listing.stdout.split("\0")):
-        if os.path.lexists(ROOT / name):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
-    return copy
+    """A copy of the repository, so that building leaves nothing in the checkout."""
+    return copy_of_repository(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +32,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(source: Path, wheel: Path
     expected = {"hicache/py.typed"}
     for package in packages:
         path = package.split(".")
-        folder = source.joinpath(*(path[1:] if {*path[1:2]} & {*PARTS} else path))
+        folder = source.joinpath(*(path[1:] if {*path[1:2]} & {*LINKED} else path))
         expected |= {"/".join((*path, file.name)) for file in folder.glob("*.py")}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
@@ -80,7 +67,7 @@ def test_the_wheel_imports_in_a_fresh_environment(wheel: Path, tmp_path: Path) -
     assert Path(where).is_relative_to(site_packages)
     assert version in wheel.name
     # The top-level names of other projects (`tools`, `kernels`) are left alone.
-    for part in PARTS:
+    for part in LINKED:
         assert subprocess.run([python, "-c", f"import {part}"], cwd=tmp_path, capture_output=True).returncode == 1
     assert (environment / "bin" / "hicache").exists()
 

@@ -2,18 +2,16 @@
 
 import doctest
 import importlib
-from pathlib import Path
-from typing import Final
 
 import pytest
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from tests.repository import PARTS, ROOT
 
 
 def _modules_with_examples() -> list[str]:
     """Full names of the modules that show an example, the links' targets under their names in the package."""
     names = []
-    for part in ("hicache", "kernels", "service", "tiers", "tools"):
+    for part in sorted(PARTS):
         for file in sorted((ROOT / part).rglob("*.py")):
             if ">>> " in file.read_text():
                 path = file.relative_to(ROOT).with_suffix("")

@@ -9,7 +9,8 @@ from typing import Final
 
 import pytest
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from tests.repository import ROOT
+
 README: Final = (ROOT / "README.md").read_text()
 EXAMPLES: Final = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, flags=re.DOTALL)
 """Each program with the output that stands below it."""

@@ -8,20 +8,17 @@ that breaks it, so that none can pass by never finding anything.
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 import pytest
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PARTS: Final = ("hicache", "tiers", "kernels", "service", "tools")
-"""The folders that are installed, all as parts of the one package `hicache`."""
-LINKED: Final = PARTS[1:]
+from tests.repository import LINKED, PARTS, ROOT, copy_of_repository, repository_files
 
 MAY_IMPORT: Final = {
     "kernels": {"kernels"},
@@ -84,7 +81,7 @@ def imports_point_one_way(path: PurePosixPath, source: str) -> list[str]:
     part = path.parts[0]
     if part not in MAY_IMPORT:
         return []
-    tree = ast.parse(source)
+    tree = _parse(source)
     excepted = _lazy_entry(tree) if path == PurePosixPath("hicache/__init__.py") else set()
     aliases = _aliases(tree)
     problems = []
@@ -104,7 +101,7 @@ def third_parties_are_the_folders_own(path: PurePosixPath, source: str) -> list[
     known = allowed | sys.stdlib_module_names | {"hicache"}
     return [
         f"{path}:{_line(node)}: {path.parts[0]}/ imports {name}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(_parse(source))
         for name in _imported(node)
         if name.partition(".")[0] not in known
     ]
@@ -113,7 +110,7 @@ def third_parties_are_the_folders_own(path: PurePosixPath, source: str) -> list[
 def folders_are_imported_by_full_name(path: PurePosixPath, source: str) -> list[str]:
     """`import tiers` would be a second copy of every class in it; a relative import has no full name."""
     problems = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level > 0:
             problems.append(f"{path}:{node.lineno}: relative import")
         problems += [
@@ -224,13 +221,13 @@ INNOCENT: Final[tuple[tuple[Rule, str, str], ...]] = (
 
 @pytest.mark.parametrize("rule", RULES_OF_CODE, ids=lambda rule: rule.__name__)
 def test_every_source_file_keeps(rule: Rule) -> None:
-    sources = [path for path in _tracked() if path.suffix == ".py"]
+    sources = [path for path in repository_files() if path.suffix == ".py"]
     assert {path.parts[0] for path in sources} >= {*PARTS, "tests"}
     assert [problem for path in sources for problem in rule(path, _read(path))] == []
 
 
 def test_no_tracked_file_names_one_machine() -> None:
-    assert [problem for path in _tracked() for problem in nothing_names_one_machine(path, _read(path))] == []
+    assert [problem for path in repository_files() for problem in nothing_names_one_machine(path, _read(path))] == []
 
 
 @pytest.mark.parametrize(("rule", "path", "source"), PLANTED)
@@ -290,12 +287,7 @@ def test_packages_links_and_folders_agree() -> None:
     ],
 )
 def test_a_disagreement_is_found(tmp_path: Path, damage: str, problem: str) -> None:
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for path in _tracked():
-        if path.name == "__init__.py" or path.parent.name == "hicache":
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, tmp_path / path, follow_symlinks=False)
-    before = packaging_problems(tmp_path)
+    before = packaging_problems(copy_of_repository(tmp_path))
     subprocess.run(damage, shell=True, check=True, cwd=tmp_path)
     assert [found for found in packaging_problems(tmp_path) if found not in before and found.startswith(problem)]
 
@@ -321,6 +313,11 @@ def _heavy_modules_after(statement: str) -> list[str]:
 
 
 # How the rules read source.
+
+
+@cache
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def _aliases(tree: ast.AST) -> dict[str, str]:
@@ -368,7 +365,7 @@ def _names(node: ast.AST, aliases: dict[str, str]) -> list[str]:
 
 def _uses(path: PurePosixPath, source: str, banned: set[str]) -> list[str]:
     """Where a banned name, or something inside a banned module, is imported or referred to."""
-    tree = ast.parse(source)
+    tree = _parse(source)
     aliases = _aliases(tree)
     problems = []
     for node in ast.walk(tree):
@@ -408,18 +405,6 @@ def _line(node: ast.AST) -> int:
 
 
 # How the repository is read.
-
-
-def _tracked() -> list[PurePosixPath]:
-    """Files that git tracks or would track, links included."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [PurePosixPath(name) for name in listing.stdout.split("\0") if name and os.path.lexists(ROOT / name)]
 
 
 def _read(path: PurePosixPath) -> str:
