@@ -13,8 +13,9 @@ import asyncio
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, TypeVar
@@ -130,29 +131,20 @@ class MemoryTier(ABC):
             self._check_buffer("data", page.slot, page.data)
         if len({page.slot for page in pages}) != len(pages):
             raise BadRequest("pages", "two of them name the same slot")
-        while earlier := {self._being_written[page.slot] for page in pages if page.slot in self._being_written}:
-            await asyncio.wait(earlier)
+        await self._until_unwritten([page.slot for page in pages])
         if self._closed:
             return [Outcome.ERROR] * len(pages)
         outcomes = [Outcome.STALE] * len(pages)
         accepted = [index for index, page in enumerate(pages) if self._accepts(page.slot, page.generation)]
-        request = self._begin()
-        for index in accepted:
-            self._held[pages[index].slot] = None
-            self._being_written[pages[index].slot] = request
-        try:
+        with self._writing([pages[index].slot for index in accepted]):
             copied = await self._copy(self._copy_in, [pages[index] for index in accepted])
-            for index, ok in zip(accepted, copied, strict=True):
-                page = pages[index]
-                if not ok:
-                    outcomes[index] = Outcome.ERROR
-                elif self._accepts(page.slot, page.generation):
-                    self._held[page.slot] = Held(page.identity)
-                    outcomes[index] = Outcome.OK
-        finally:
-            for index in accepted:
-                del self._being_written[pages[index].slot]
-            self._end(request)
+        for index, ok in zip(accepted, copied, strict=True):
+            page = pages[index]
+            if not ok:
+                outcomes[index] = Outcome.ERROR
+            elif self._accepts(page.slot, page.generation):
+                self._held[page.slot] = Held(page.identity)
+                outcomes[index] = Outcome.OK
         return outcomes
 
     async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
@@ -165,11 +157,8 @@ class MemoryTier(ABC):
             return [Outcome.ERROR] * len(pages)
         outcomes = [self.check(page.slot, page.generation, page.identity) for page in pages]
         found = [(index, self._held[pages[index].slot]) for index, got in enumerate(outcomes) if got is Outcome.OK]
-        request = self._begin()
-        try:
+        with self._under_way_until_left():
             copied = await self._copy(self._copy_out, [pages[index] for index, _ in found])
-        finally:
-            self._end(request)
         for (index, held), ok in zip(found, copied, strict=True):
             page = pages[index]
             if not ok:
@@ -197,14 +186,34 @@ class MemoryTier(ABC):
         if not buffer.c_contiguous or buffer.nbytes != self._page_bytes:
             raise BadRequest(field, f"is not {self._page_bytes} contiguous bytes")
 
-    def _begin(self) -> asyncio.Future[None]:
+    async def _until_unwritten(self, slots: Sequence[int]) -> None:
+        """Wait until no thread writes to any of the slots. They were freed under a write if one does."""
+        while earlier := {self._being_written[slot] for slot in slots if slot in self._being_written}:
+            await asyncio.wait(earlier)
+
+    @contextmanager
+    def _writing(self, slots: Sequence[int]) -> Iterator[None]:
+        """While the block runs, threads write to the slots; they hold nothing then, and nothing when it is left."""
+        with self._under_way_until_left() as request:
+            for slot in slots:
+                self._held[slot] = None
+                self._being_written[slot] = request
+            try:
+                yield
+            finally:
+                for slot in slots:
+                    del self._being_written[slot]
+
+    @contextmanager
+    def _under_way_until_left(self) -> Iterator[asyncio.Future[None]]:
+        """A future that is done when the block has been left; `close` waits for it."""
         request: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._under_way.add(request)
-        return request
-
-    def _end(self, request: asyncio.Future[None]) -> None:
-        self._under_way.remove(request)
-        request.set_result(None)
+        try:
+            yield request
+        finally:
+            self._under_way.remove(request)
+            request.set_result(None)
 
     async def _copy(self, copy: Callable[[Sequence[_Item]], None], pages: Sequence[_Item]) -> list[bool]:
         """Run `copy` over all pages, split among the threads; whether each was copied. Returns, even when cancelled,

@@ -1,0 +1,216 @@
+"""The device tier: pages as attention reads them, one pool a layer, on a GPU or in CPU memory."""
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hicache.errors import BadRequest, TierUnavailable
+from hicache.layout import AttentionKind, KVLayout, PageOrder
+from hicache.tier import DEVICE, Outcome, PageRead, PageWrite, TierId
+from hicache.tiers.device_copy import CpuCopier, CudaCopier, PageCopier
+from hicache.tiers.memory import MemoryTier, capacity_in_pages
+from hicache.tiers.memory_limits import available_bytes
+
+CHUNK_BYTES: Final = 1 << 20
+"""A thread that copies within CPU memory is handed at least so much."""
+MAX_COPY_THREADS: Final = 4
+"""Threads that copy within CPU memory, at most one a core."""
+CUDA_THREADS: Final = 2
+"""Threads that queue copies on a GPU and wait for them: one for each direction."""
+
+
+class DeviceTier(MemoryTier):
+    """Layer-first pages: `layer(i)` is one tensor `[capacity_pages, 2, page_size, num_kv_heads, head_dim]`.
+
+    A page that comes in by `write` is scattered into all layers, one that goes out by `read` is gathered to page-first
+    bytes. Pages that a sequence computes are written in place, token by token, by `write_tokens`, and declared once
+    they are whole. All pages are zero at first, so that what lies beyond the last token of a page is a number at least.
+
+    On a GPU, copies run on streams of their own and wait for what the default stream was given before them; `OK` means
+    that the copy has ended. Attention and `write_tokens` are expected on the default stream. Beside the capacity the
+    GPU holds one page, to which tokens without a slot go, and two staging buffers (`device_copy.STAGING_BYTES`).
+
+    Args:
+        layout: shape of a page: one part with keys and values in NHD order.
+        capacity_pages: pages; or
+        capacity_bytes: as many pages as fit. Exactly one of the two.
+        device: "cpu", "cuda" or "cuda:N".
+        num_threads: threads that copy; by default one a core, at most `MAX_COPY_THREADS`, and two for a GPU.
+
+    Raises `BadRequest` for a layout or size that it cannot hold, `TierUnavailable` when there is no such device or not
+    enough memory.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        capacity_pages: int | None = None,
+        capacity_bytes: int | None = None,
+        device: str = "cpu",
+        num_threads: int | None = None,
+        tier_id: TierId = DEVICE,
+    ) -> None:
+        _check_layout(layout)
+        num_pages = capacity_in_pages(layout.page_bytes, capacity_pages, capacity_bytes)
+        self.layout: Final = layout
+        self.device: Final = _find_device(tier_id, device)
+        on_cpu = self.device.type == "cpu"
+        group = layout.groups[0]
+        pool = _zeros(tier_id, (group.num_layers, num_pages + (not on_cpu), layout.layer_bytes(0)), self.device)
+        dtype: torch.dtype = getattr(torch, layout.dtype.value)
+        shape = (2, layout.page_size, group.num_kv_heads, group.head_dim)
+        self._dtype: Final = dtype
+        self._layers: list[Tensor] = [layer[:num_pages].view(dtype).view(num_pages, *shape) for layer in pool]
+        # The same bytes with a row for each key or value of one token: [pages * 2 * page_size, bytes of all its heads].
+        self._rows: list[Tensor] = [
+            layer.view(-1, group.num_kv_heads * group.head_dim * layout.dtype.itemsize) for layer in pool
+        ]
+        self._copier: PageCopier = CpuCopier(pool) if on_cpu else CudaCopier(pool, self.device)
+        if num_threads is None:
+            num_threads = min(MAX_COPY_THREADS, os.cpu_count() or 1) if on_cpu else CUDA_THREADS
+        super().__init__(
+            tier_id,
+            page_bytes=layout.page_bytes,
+            capacity_pages=num_pages,
+            num_threads=num_threads,
+            # A GPU's copies queue up behind each other: splitting them among threads gains nothing.
+            chunk_bytes=CHUNK_BYTES if on_cpu else num_pages * layout.page_bytes,
+        )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.capacity_pages * self.page_bytes
+
+    def layer(self, layer: int) -> Tensor:
+        """The pool of one layer: `[capacity_pages, 2, page_size, num_kv_heads, head_dim]`, contiguous, the layout's
+        dtype, on `device`. What a page of it holds follows its slot."""
+        if not 0 <= layer < self.layout.num_layers:
+            raise BadRequest("layer", f"{layer} is not within 0 to {self.layout.num_layers - 1}")
+        if not self._layers:
+            raise TierUnavailable(self.tier_id, "is closed")
+        return self._layers[layer]
+
+    def write_tokens(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write one layer of tokens where a block table says. Any thread; the slots are the caller's own.
+
+        Args:
+            layer: index from 0.
+            slot_mapping: int64 `[T]`, `slot * page_size + offset` of each token; -1 writes nothing. No two alike.
+            key, value: `[T, num_kv_heads, head_dim]` of the layout's dtype, any strides, on `device`.
+
+        On a GPU this queues work on the current stream and returns; numbers beyond the last slot then write nothing
+        instead of being refused. Raises `BadRequest`, with nothing written, for other shapes, dtypes or devices.
+        """
+        self.layer(layer)
+        self._check_tokens(slot_mapping, key, value)
+        rows, page_size = self._rows[layer], self.layout.page_size
+        num_tokens = self.capacity_pages * page_size
+        new_rows = [_token_rows(tensor, rows.shape[1]) for tensor in (key, value)]
+        if self.device.type == "cpu":
+            # numpy, because torch would wake its own threads for it: milliseconds on a busy machine.
+            flat = slot_mapping.numpy()
+            if flat.size and not -1 <= int(flat.min()) <= int(flat.max()) < num_tokens:
+                raise BadRequest("slot_mapping", f"holds a number outside -1 to {num_tokens - 1}")
+            kept = np.flatnonzero(flat >= 0)
+            targets = flat[kept] + flat[kept] // page_size * page_size
+            for plane, source in enumerate(new_rows):
+                rows.numpy()[targets + plane * page_size] = source.numpy()[kept]
+        else:
+            # Without asking the GPU anything: what has no slot goes to the page beyond the last.
+            inside = (slot_mapping >= 0) & (slot_mapping < num_tokens)
+            flat_slots = torch.where(inside, slot_mapping, num_tokens)
+            first_rows = flat_slots + flat_slots // page_size * page_size
+            for plane, source in enumerate(new_rows):
+                rows[first_rows + plane * page_size] = source
+
+    async def copy_page(self, source_slot: int, target_slot: int) -> Outcome:
+        """Copy all layers of a page onto another, which then holds no identity. Both are handed out, and belong to the
+        copy until it returns. Waits for a pool thread. `STALE` if the target was freed meanwhile."""
+        for slot in (source_slot, target_slot):
+            assert self._pool.is_allocated(slot), f"{self.tier_id}: slot {slot} is not handed out"
+        assert source_slot != target_slot, f"{self.tier_id}: slot {source_slot} copied onto itself"
+        generation = self.generation(target_slot)
+        await self._until_unwritten([target_slot])
+        if self._closed:
+            return Outcome.ERROR
+        if not self._accepts(target_slot, generation):
+            return Outcome.STALE
+        with self._writing([target_slot]):
+            [ok] = await self._copy(self._copy_pages, [(source_slot, target_slot)])
+        if not ok:
+            return Outcome.ERROR
+        return Outcome.OK if self._accepts(target_slot, generation) else Outcome.STALE
+
+    def _copy_in(self, pages: Sequence[PageWrite]) -> None:
+        self._copier.copy_in([(page.slot, page.data) for page in pages])
+
+    def _copy_out(self, pages: Sequence[PageRead]) -> None:
+        self._copier.copy_out([(page.slot, page.into) for page in pages])
+
+    def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source_slot, target_slot in pairs:
+            self._copier.copy_page(source_slot, target_slot)
+
+    def _release(self) -> None:
+        self._layers.clear()
+        self._rows.clear()
+        del self._copier
+
+    def _check_tokens(self, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+        group = self.layout.groups[0]
+        shape = (slot_mapping.shape[0] if slot_mapping.ndim else 0, group.num_kv_heads, group.head_dim)
+        if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
+            raise BadRequest("slot_mapping", "is not a one-dimensional int64 tensor")
+        for name, tensor in (("key", key), ("value", value)):
+            if tuple(tensor.shape) != shape or tensor.dtype != self._dtype:
+                raise BadRequest(name, f"is {tensor.dtype} {list(tensor.shape)}, not {self._dtype} {list(shape)}")
+        for name, tensor in (("slot_mapping", slot_mapping), ("key", key), ("value", value)):
+            if tensor.device != self.device:
+                raise BadRequest(name, f"is on {tensor.device}, the pool on {self.device}")
+
+
+def _token_rows(tensor: Tensor, row_bytes: int) -> Tensor:
+    """`[T, num_kv_heads, head_dim]` as bytes: uint8 `[T, row_bytes]`."""
+    return tensor.detach().contiguous().view(torch.uint8).view(-1, row_bytes)
+
+
+def _check_layout(layout: KVLayout) -> None:
+    if layout.num_parts != 1 or layout.groups[0].kind not in (AttentionKind.FULL, AttentionKind.SLIDING_WINDOW):
+        raise BadRequest("layout.groups", "the device pool supports one group with keys and values")
+    if layout.order is not PageOrder.NHD:
+        raise BadRequest("layout.order", "the device pool supports NHD")
+
+
+def _find_device(tier_id: TierId, name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadRequest("device", f"{name!r} is not cpu, cuda or cuda:N") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise BadRequest("device", f"{name!r} is not cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise TierUnavailable(tier_id, "this machine has no CUDA device that torch can use")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise TierUnavailable(tier_id, f"there is no {name}: {torch.cuda.device_count()} CUDA devices are visible")
+    return torch.device("cuda", index)
+
+
+def _zeros(tier_id: TierId, shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """uint8 zeros, the memory really taken."""
+    num_bytes = shape[0] * shape[1] * shape[2]
+    available = available_bytes() if device.type == "cpu" else None
+    if available is not None and num_bytes > available:
+        raise TierUnavailable(tier_id, f"needs {num_bytes} bytes of memory, {available} are available")
+    try:
+        return torch.empty(shape, dtype=torch.uint8, device=device).zero_()
+    except RuntimeError as error:
+        raise TierUnavailable(tier_id, f"cannot have {num_bytes} bytes on {device}: {error}") from error
