@@ -1,0 +1,92 @@
+"""Which nodes may leave which tier, kept up to date with every change so that choosing a victim never walks the tree.
+
+A node is listed in a tier while all of this holds there:
+
+1. it is RESIDENT;
+2. no child of it is RESIDENT or ARRIVING (it is a leaf of the tier: tails leave before heads);
+3. no pin and no move uses the copy;
+4. it can go down or need not: a slower tier exists, or another tier holds it, or it has neither leases nor children.
+"""
+
+from collections.abc import Sequence
+
+from hicache.lease import Hold
+from hicache.node import COUNT_BITS, TIER_MASK, Node
+from hicache.policy.base import EvictionPolicy
+
+
+class Evictable:
+    """The listed nodes of every tier, each in its policy's order. `policies` are fast to slow, as the tiers are."""
+
+    def __init__(self, policies: Sequence[EvictionPolicy]) -> None:
+        self.policies = tuple(policies)
+        self._slowest = 1 << (len(policies) - 1)
+
+    def refresh(self, node: Node, now: float) -> None:
+        """Bring a node's listings up to date with its states, holds, leases and children."""
+        wanted = self.wanted(node)
+        changed = wanted ^ node._listed
+        if not changed:
+            return
+        node._listed = wanted
+        for index, policy in enumerate(self.policies):
+            if changed >> index & 1:
+                if wanted >> index & 1:
+                    policy.add(node, now)
+                else:
+                    policy.discard(node)
+
+    def wanted(self, node: Node) -> int:
+        """Bit mask of the tiers in which the node should be listed."""
+        states = node._states
+        wanted = states & TIER_MASK
+        if not wanted or node._parent is None:
+            return 0
+        if node._in_tier:
+            wanted &= ~tiers_of_children(node)
+        for hold in node._holds:
+            wanted &= ~hold._tiers
+        if wanted & self._slowest and states & TIER_MASK == self._slowest and (node._num_leases or node._children):
+            wanted &= ~self._slowest
+        return wanted
+
+    def touch(self, node: Node, now: float) -> None:
+        """Tell the policies of the tiers in which the node is listed that it was used."""
+        listed = node._listed
+        for index, policy in enumerate(self.policies):
+            if listed >> index & 1:
+                policy.touch(node, now)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Tell the same policies that the node was split."""
+        listed = lower._listed
+        for index, policy in enumerate(self.policies):
+            if listed >> index & 1:
+                policy.split(upper, lower)
+
+    def victims(self, index: int, num_pages: int) -> list[Node]:
+        """Listed nodes of one tier in policy order, until they cover `num_pages`."""
+        chosen: list[Node] = []
+        if num_pages > 0:
+            for node in self.policies[index].victims():
+                chosen.append(node)
+                num_pages -= node._num_pages
+                if num_pages <= 0:
+                    break
+        return chosen
+
+
+def tiers_of_children(node: Node) -> int:
+    """Bit mask of the tiers in which at least one child is RESIDENT or ARRIVING."""
+    counts, mask, bit = node._in_tier, 0, 1
+    while counts:
+        if counts & ((1 << COUNT_BITS) - 1):
+            mask |= bit
+        counts >>= COUNT_BITS
+        bit <<= 1
+    return mask
+
+
+def is_held(holds: Sequence[Hold], index: int) -> bool:
+    """Whether one of `holds` uses tier `index`."""
+    return any(hold._tiers >> index & 1 for hold in holds)

@@ -1,0 +1,173 @@
+"""The tree's invariants (numbered at the head of `hicache.tree`), checked from scratch.
+
+Everything that the tree keeps incrementally is computed again here from the nodes, the handles and nothing else.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.evictable import is_held, tiers_of_children
+from hicache.lease import Hold, Move
+from hicache.node import TIER_MASK, Node, state_of
+from hicache.residency import IN_TIER, Residency
+from hicache.tier import chain_digest
+
+if TYPE_CHECKING:
+    from hicache.tree import HiRadixTree
+
+
+def check_integrity(tree: "HiRadixTree") -> None:
+    """Raise `AssertionError` naming the first invariant of `tree` that does not hold."""
+    live = _reachable(tree)
+    for node in live:
+        _check_tokens(tree, node)
+        _check_residency(tree, node)
+        _check_order(node)
+    for root in tree._roots.values():
+        _check_order(root)
+    assert len(live) == tree._num_nodes, f"{len(live)} nodes are reachable, {tree._num_nodes} were counted"
+    gone = list(tree._limbo)
+    for node in gone:
+        assert node._parent is None, "a removed node is linked"
+        assert not node._children, "a removed node has children"
+        for index in range(len(tree.tiers)):
+            assert state_of(node._states, index) not in IN_TIER, "a removed node has a copy that is not condemned"
+        assert node._states, "a removed node without slots is kept"
+        assert not node._listed, "a removed node is evictable"
+    _check_slots(tree, live + gone)
+    _check_holds(live + gone)
+    _check_leases(tree, live)
+    _check_evictable(tree, live)
+
+
+def _reachable(tree: "HiRadixTree") -> list[Node]:
+    live: list[Node] = []
+    for digest, root in tree._roots.items():
+        assert root.digest == root._chain == digest, "2: a namespace stands under another digest"
+        assert root._children, "an empty namespace is kept"
+        stack: list[Node] = [root]
+        while stack:
+            parent = stack.pop()
+            for key, child in (parent._children or {}).items():
+                assert child._parent is parent, "2: a child names another parent"
+                assert child._key == key, "2: a child stands under another key than its first page"
+                assert child._root is root, "2: a child belongs to another namespace"
+                assert parent is root or child._last_access <= parent._last_access, "8: used later than its parent"
+                live.append(child)
+                stack.append(child)
+    assert len(set(live)) == len(live), "2: a node is reachable twice"
+    return live
+
+
+def _check_tokens(tree: "HiRadixTree", node: Node) -> None:
+    page_bytes = tree.page_size * 4
+    needed = (node._num_pages - 1) * page_bytes
+    assert node._num_pages >= 1, "1: a node is empty"
+    assert len(node._key) == page_bytes, "1: a key is not one page"
+    assert 0 <= node._start <= len(node._buffer) - needed, "1: a node's tokens are not there"
+    assert len(node._buffer) <= 2 * needed, "a node keeps more than twice its tokens alive"
+    parent = node._parent
+    if node._chain is not None and parent is not None and parent._chain is not None:
+        data, chain = tree._node_bytes(node), parent._chain
+        for at in range(0, len(data), page_bytes):
+            chain = chain_digest(chain, data[at : at + page_bytes])
+        assert chain == node._chain, "7: a chain digest is not that of the node's tokens"
+
+
+def _check_residency(tree: "HiRadixTree", node: Node) -> None:
+    assert node._states & TIER_MASK, "3: a node in the tree has no copy that can be served"
+    for index in range(len(tree.tiers)):
+        state = state_of(node._states, index)
+        slots = node._slots[index]
+        assert (slots is None) == (state is Residency.ABSENT), f"4: {state.name} and slots disagree"
+        if slots is not None:
+            assert len(slots) == 4 * node._num_pages, "4: a node has not one slot a page"
+        in_tier = sum(
+            state_of(child._states, index) in IN_TIER
+            for child in (node._children or {}).values()
+        )
+        assert node._in_tier >> 32 * index & 0xFFFFFFFF == in_tier, "9: children in a tier are miscounted"
+    assert node._in_tier >> 32 * len(tree.tiers) == 0, "9: children are counted in a tier that does not exist"
+
+
+def _check_order(node: Node) -> None:
+    if node._order is not None:
+        assert list(node._order) == sorted(node._children or {}), "2: the order of siblings is not that of the children"
+
+
+def _check_slots(tree: "HiRadixTree", nodes: list[Node]) -> None:
+    for index, tier in enumerate(tree.tiers):
+        pages = [0] * len(Residency)
+        slots: list[int] = []
+        for node in nodes:
+            state = state_of(node._states, index)
+            if state is not Residency.ABSENT:
+                pages[state] += node._num_pages
+                held = node._slots[index]
+                assert held is not None
+                slots += np.frombuffer(held, np.int32).tolist()
+        counted = tree._pages[index]
+        for state in (Residency.ARRIVING, Residency.RESIDENT, Residency.CONDEMNED):
+            assert counted[state] == pages[state], f"4: {tier} counts {counted[state]} {state.name}, not {pages[state]}"
+        assert len(slots) == len(set(slots)), f"4: a slot of {tier} belongs to two pages"
+        assert len(slots) == tree.occupancy(tier).total
+
+
+def _check_holds(nodes: list[Node]) -> None:
+    holds: dict[Hold, list[Node]] = {}
+    for node in nodes:
+        assert len(set(node._holds)) == len(node._holds), "5: a hold counts twice"
+        for hold in node._holds:
+            holds.setdefault(hold, []).append(node)
+        tiers = node._root.tiers
+        for tier, index in tiers.items():
+            state = state_of(node._states, index)
+            filling = [hold for hold in node._holds if isinstance(hold, Move) and hold._target == tier]
+            if state is Residency.ARRIVING:
+                assert len(filling) == 1, "5: an arriving copy has not exactly one move"
+            elif state is Residency.CONDEMNED:
+                assert is_held(node._holds, index), "5: a condemned copy has no user"
+            elif state is Residency.ABSENT:
+                assert not is_held(node._holds, index), "5: a hold uses a copy that is not there"
+            else:
+                assert not filling, "5: a move fills a copy that is resident"
+    for hold, held in holds.items():
+        assert hold._open, "5: a closed hold still holds"
+        assert len(hold._nodes) == len(held), "5: a hold and its nodes disagree"
+        assert set(hold._nodes) == set(held), "5: a hold and its nodes disagree"
+
+
+def _check_leases(tree: "HiRadixTree", live: list[Node]) -> None:
+    counts: dict[Node, int] = {}
+    for generation, lease in tree._leases.items():
+        assert lease._generation == generation <= tree._generation
+        if lease._node is not None:
+            counts[lease._node] = counts.get(lease._node, 0) + 1
+        if lease._deadline is not None:
+            assert (lease._deadline, generation) in tree._deadlines, "6: a deadline is not watched"
+    for node in live:
+        assert node._num_leases == counts.pop(node, 0), "6: leases are miscounted"
+    for node, count in counts.items():
+        assert node._num_leases == count, "6: leases are miscounted"
+        assert node._parent is None, "6: a leased node cannot be reached"
+
+
+def _check_evictable(tree: "HiRadixTree", live: list[Node]) -> None:
+    slowest = len(tree.tiers) - 1
+    for index, policy in enumerate(tree._evictable.policies):
+        expected = set()
+        for node in live:
+            if state_of(node._states, index) is not Residency.RESIDENT or is_held(node._holds, index):
+                continue
+            if tiers_of_children(node) >> index & 1:
+                continue
+            elsewhere = any(
+                state_of(node._states, other) is Residency.RESIDENT for other in range(slowest + 1) if other != index
+            )
+            if index < slowest or elsewhere or not (node._num_leases or node._children):
+                expected.add(node)
+        listed = list(policy.victims())
+        assert len(listed) == len(set(listed)), "9: a victim is listed twice"
+        assert set(listed) == expected, f"9: the evictable nodes of {tree.tiers[index]} are not the listed ones"
+        assert all(bool(node._listed >> index & 1) == (node in expected) for node in live), "9: listings disagree"

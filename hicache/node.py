@@ -1,0 +1,185 @@
+"""A node of the tree: a run of whole pages, and where copies of them are.
+
+Callers read nodes; only `hicache.tree` writes them. **A node in the tree always stands for the same prefix**: the
+tokens from the root to its end never change while it lives. Splits keep the object as the lower half and merges keep
+the lower one, so its beginning may move up or down, its end does not. A node that left the tree (`is_live` is false)
+was removed, or merged into the one below it (`HiRadixTree.current` finds that).
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from hicache.errors import BadRequest
+from hicache.residency import Residency
+from hicache.siblings import SiblingOrder
+from hicache.tier import Slots, TierId
+
+if TYPE_CHECKING:
+    from hicache.lease import Hold
+
+MAX_TIERS: Final = 8
+"""Most tiers of one tree: states are kept as bit masks of eight tiers each."""
+TIER_MASK: Final = (1 << MAX_TIERS) - 1
+# A node's states are three masks over tier indices in one integer.
+ARRIVING_SHIFT: Final = MAX_TIERS
+CONDEMNED_SHIFT: Final = 2 * MAX_TIERS
+# How many children are in a tier (ARRIVING or RESIDENT): one field of 32 bits a tier in one integer.
+COUNT_BITS: Final = 32
+
+
+class Node:
+    """A run of whole pages below `parent`.
+
+    Its tokens are `_key` (the first page, which is also its key among its siblings) and, for the pages after the first,
+    `_buffer[_start:]`. Halves of a split share a buffer until one of them needs less than half of it.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_chain",
+        "_children",
+        "_holds",
+        "_in_tier",
+        "_key",
+        "_last_access",
+        "_listed",
+        "_num_leases",
+        "_num_pages",
+        "_order",
+        "_parent",
+        "_root",
+        "_slots",
+        "_start",
+        "_states",
+    )
+
+    _root: "Root"
+
+    def __init__(self, root: "Root | None", key: bytes, buffer: bytes, start: int, num_pages: int) -> None:
+        if root is not None:
+            self._root = root
+        self._key = key
+        self._buffer = buffer
+        self._start = start
+        self._num_pages = num_pages
+        self._parent: Node | None = None
+        self._children: dict[bytes, Node] | None = None
+        self._order: SiblingOrder | None = None
+        self._states = 0
+        self._slots: tuple[bytes | None, ...] = ()
+        self._in_tier = 0
+        self._listed = 0
+        self._holds: tuple[Hold, ...] = ()
+        self._last_access = 0.0
+        self._num_leases = 0
+        self._chain: bytes | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the run, at least 1."""
+        return self._num_pages
+
+    @property
+    def parent(self) -> "Node | None":
+        """The node above; None for a node that begins at the root, and for one that left the tree."""
+        parent = self._parent
+        return parent if parent is not None and parent is not self._root else None
+
+    @property
+    def children(self) -> tuple["Node", ...]:
+        """The nodes directly below, in no particular order."""
+        return tuple(self._children.values()) if self._children and self.is_live else ()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the node is in the tree."""
+        return self._parent is not None
+
+    @property
+    def namespace(self) -> bytes:
+        """Digest of the namespace, 32 bytes."""
+        return self._root.digest
+
+    @property
+    def tenant(self) -> str:
+        """Who owns the pages."""
+        return self._root.owner
+
+    @property
+    def last_access(self) -> float:
+        """Monotonic seconds of the last use of this node or of anything below it."""
+        return self._last_access
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that end exactly at this node."""
+        return self._num_leases
+
+    def residency(self, tier: TierId) -> Residency:
+        """State of the copy in `tier`; raises `BadRequest` for a tier that the tree does not have."""
+        index = tier_index(self._root.tiers, tier)
+        return state_of(self._states, index)
+
+    def slots(self, tier: TierId) -> Slots:
+        """Slots in `tier`, int32 `[num_pages]`, read-only; empty `[0]` when the tier holds none for this node.
+
+        Those of an ARRIVING or CONDEMNED copy are given too: look at `residency` before reading what is in them.
+        """
+        held = self._slots[tier_index(self._root.tiers, tier)]
+        return np.frombuffer(held or b"", np.int32)
+
+    def is_pinned(self, tier: TierId) -> bool:
+        """Whether a pin or a move uses the copy in `tier`."""
+        bit = 1 << tier_index(self._root.tiers, tier)
+        return any(hold._tiers & bit for hold in self._holds)
+
+    def __repr__(self) -> str:
+        return f"<Node {self._num_pages} pages, {'live' if self.is_live else 'gone'}, {len(self.children)} children>"
+
+
+class Root(Node):
+    """Where a namespace's tree begins: holds no page, is nobody's child, and is gone when it has no children."""
+
+    __slots__ = ("digest", "owner", "tiers")
+
+    def __init__(self, digest: bytes, owner: str, tiers: Mapping[TierId, int]) -> None:
+        super().__init__(None, b"", b"", 0, 0)
+        self._root = self
+        self._chain = digest
+        self.digest = digest
+        self.owner = owner
+        self.tiers = tiers
+
+
+def tier_index(tiers: Mapping[TierId, int], tier: TierId) -> int:
+    """Index of a tier, 0 for the fastest; raises `BadRequest` when it is none of the tree's."""
+    try:
+        return tiers[tier]
+    except (KeyError, TypeError):
+        raise BadRequest("tier", f"{tier!r} is none of {', '.join(tiers)}") from None
+
+
+def state_of(states: int, index: int) -> Residency:
+    """State of tier `index` in a node's packed states."""
+    if states >> index & 1:
+        return Residency.RESIDENT
+    if states >> (ARRIVING_SHIFT + index) & 1:
+        return Residency.ARRIVING
+    if states >> (CONDEMNED_SHIFT + index) & 1:
+        return Residency.CONDEMNED
+    return Residency.ABSENT
+
+
+_BIT: Final = {
+    Residency.ABSENT: 0,
+    Residency.ARRIVING: 1 << ARRIVING_SHIFT,
+    Residency.RESIDENT: 1,
+    Residency.CONDEMNED: 1 << CONDEMNED_SHIFT,
+}
+
+
+def with_state(states: int, index: int, state: Residency) -> int:
+    """A node's packed states with tier `index` in `state`."""
+    return states & ~((1 | 1 << ARRIVING_SHIFT | 1 << CONDEMNED_SHIFT) << index) | _BIT[state] << index
