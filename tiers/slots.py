@@ -21,6 +21,8 @@ MAX_SLOTS: Final = 2**31 - 1
 """Slot ids are int32."""
 _BLOCK: Final = 512
 """Slots a counter stands for. A search reads one counter a block, then the slots of few blocks."""
+_MIN_BLOCKS: Final = 16
+"""Blocks that a search looks into at least."""
 
 
 class SlotPool:
@@ -133,12 +135,12 @@ class SlotPool:
             self._block_free[first : last + 1] += (change * counts).astype(np.int32)
 
     def _candidates(self, num_pages: int) -> npt.NDArray[np.int32]:
-        """Free slots to choose from, ascending: those of the blocks with most of them that together hold `num_pages`,
-        and of as many blocks again, in which a run is likely."""
+        """Free slots to choose from, ascending: those of the blocks with most of them, enough blocks for `num_pages`
+        and as many again, so that a long run is likely among them."""
         order = np.argsort(-self._block_free, kind="stable")
         enough = int(np.searchsorted(np.cumsum(self._block_free[order]), num_pages)) + 1
-        blocks = np.sort(order[: 2 * enough])
-        rows, columns = np.nonzero(self._rows[blocks])
+        blocks = np.sort(order[: max(2 * enough, _MIN_BLOCKS)])
+        rows, columns = np.divmod(np.flatnonzero(self._rows[blocks]), _BLOCK)
         return (blocks[rows] * _BLOCK + columns).astype(np.int32)
 
 
