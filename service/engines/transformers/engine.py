@@ -1,0 +1,161 @@
+"""The engine: attaches a transformers model to a cache, and opens requests on it."""
+
+import dataclasses
+import inspect
+import sys
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hicache.errors import BadRequest
+from hicache.namespace import Namespace
+from hicache.service.engines.transformers import forward
+from hicache.service.engines.transformers.identity import layout_of, namespace_of, weights_fingerprint
+from hicache.service.engines.transformers.request import Request, RequestCache, token_ids
+
+if TYPE_CHECKING:
+    from hicache.service.compose import HiCache
+
+DEFAULT_CHUNK_SIZE: Final = 512
+"""Tokens of one forward pass in a prefill: the fastest on two cores, and small beside any useful device budget."""
+
+_attached: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+
+
+class TransformersEngine:
+    """A decoder model of Hugging Face transformers that takes its keys and values from a hicache cache.
+
+    Attached from construction until `detach`, or the end of the `with` block. While attached, the model attends through
+    hicache wherever a request's cache is passed to it, and as before everywhere else. One engine a model at a time;
+    several requests may take turns, and threads may run passes of different requests at the same time.
+
+    model: in evaluation mode; see `identity.check_supported` for which models. Its weights must not change while
+        attached: a request on changed weights is refused.
+    cache: of the layout `layout_of(model, page_size=...)`.
+    tokenizer: enters the namespace if given.
+    namespace: instead of the one computed from the weights (`namespace_of`); must have the model's layout.
+    chunk_size: tokens of one forward pass in `Request.prefill` and `Request.generate`, by default 512 or half of the
+        device tier, if that is less.
+
+    Raises `BadRequest` for a model that cannot be served, is attached already, or does not fit the cache.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: "HiCache",
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        namespace: Namespace | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        layout = layout_of(model, page_size=cache.layout.page_size)
+        if layout != cache.layout:
+            raise BadRequest("cache.layout", f"is {cache.layout}, but the model computes {layout}")
+        if namespace is not None and namespace.layout != layout:
+            raise BadRequest("namespace.layout", f"is {namespace.layout}, but the model computes {layout}")
+        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+            raise BadRequest("chunk_size", f"{chunk_size!r} is not an integer of at least 1")
+        self.model: Final = model
+        self.cache: Final = cache
+        self.layout: Final = layout
+        self.namespace: Final = namespace or namespace_of(model, tokenizer, page_size=layout.page_size)
+        """Everything beside tokens that pages of this model are stored under."""
+        self.chunk_size: Final = chunk_size or _default_chunk_size(cache)
+        self.vocab_size: Final[int] = model.config.vocab_size
+        self._parameters = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+        self._fingerprint = weights_fingerprint(model)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._attach()
+
+    def request(
+        self,
+        input_ids: npt.ArrayLike | torch.Tensor,
+        *,
+        namespace: Namespace | None = None,
+        timeout_s: float = 60.0,
+    ) -> Request:
+        """Open a request on a prompt: find what is cached of it, protect it, bring it to the device as far as it fits.
+
+        input_ids: `[tokens]` or `[1, tokens]`, at least one token.
+        namespace: the engine's with another tenant or salt, to keep pages apart.
+        timeout_s: longest wait for pages and for room, in seconds.
+
+        Raises `BadRequest` for ids outside the vocabulary, changed weights or a foreign namespace, and what
+        `HiCache.sequence` raises.
+        """
+        tokens = token_ids(input_ids, self.vocab_size)
+        if not len(tokens):
+            raise BadRequest("input_ids", "is empty; a request needs at least one token")
+        namespace = namespace or self.namespace
+        if dataclasses.replace(namespace, tenant=self.namespace.tenant, salt=self.namespace.salt) != self.namespace:
+            raise BadRequest("namespace", "differs from the engine's in more than tenant and salt")
+        if weights_fingerprint(self.model) != self._fingerprint:
+            raise BadRequest("model", "has other weights than when it was attached; attach it anew")
+        return Request(self, namespace, tokens, timeout_s)
+
+    def detach(self) -> None:
+        """Give the model back as it was. Requests can only be closed after that. Idempotent."""
+        if self.model not in _attached or not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.model.set_attn_implementation(self._attention_before)
+        _attached.discard(self.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _attach(self) -> None:
+        model = self.model
+        if model in _attached:
+            raise BadRequest("model", "is attached to another engine; detach that first")
+        self._attention_before: str = model.config._attn_implementation
+        forward.register()
+        model.set_attn_implementation(forward.ATTENTION)
+        if model.config._attn_implementation != forward.ATTENTION:
+            raise BadRequest("model", f"{type(model).__name__} has attention of its own that cannot be replaced")
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            # First among the hooks, so that a pass is decided by the model and not by somebody else's hook; called
+            # after an exception too, then without a result.
+            model.register_forward_hook(self._after_forward, prepend=True, always_call=True),
+        ]
+        _attached.add(model)
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Also ends what an interrupted pass of this thread may have left.
+        forward.set_current(None)
+        arguments = dict(zip(self._parameters, args)) | kwargs
+        cache = arguments.get("cache")
+        cache = cache if cache is not None else arguments.get("past_key_values")
+        if isinstance(cache, RequestCache):
+            if cache.request.engine is not self:
+                raise BadRequest("cache", "belongs to a request of another engine")
+            forward.set_current(cache.request.begin(arguments))
+
+    def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        ended = forward.current()
+        forward.set_current(None)
+        if ended is None:
+            return
+        assert isinstance(ended.owner, Request)
+        if result is None:
+            # torch calls hooks while it handles the exception: a page that turned out damaged has to be reported.
+            ended.owner.discard(sys.exc_info()[1])
+        else:
+            ended.owner.commit(getattr(result, "logits", None))
+
+
+def _default_chunk_size(cache: "HiCache") -> int:
+    return min(DEFAULT_CHUNK_SIZE, max(1, cache.device_pages // 2) * cache.layout.page_size)
