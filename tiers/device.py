@@ -211,6 +211,11 @@ def _zeros(tier_id: TierId, shape: tuple[int, int, int], device: torch.device) -
     if available is not None and num_bytes > available:
         raise TierUnavailable(tier_id, f"needs {num_bytes} bytes of memory, {available} are available")
     try:
-        return torch.empty(shape, dtype=torch.uint8, device=device).zero_()
-    except RuntimeError as error:
+        if device.type == "cpu":
+            # numpy asks the kernel for huge pages, torch does not: scattering is then a third faster.
+            pool = torch.from_numpy(np.empty(shape, np.uint8))
+        else:
+            pool = torch.empty(shape, dtype=torch.uint8, device=device)
+        return pool.zero_()
+    except (MemoryError, RuntimeError) as error:
         raise TierUnavailable(tier_id, f"cannot have {num_bytes} bytes on {device}: {error}") from error

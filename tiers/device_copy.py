@@ -34,7 +34,11 @@ class PageCopier(Protocol):
 
 
 class CpuCopier:
-    """Both sides in CPU memory. numpy copies without holding the interpreter lock."""
+    """Both sides in CPU memory: one strided numpy copy a page, which holds no interpreter lock and wakes no threads.
+
+    `hicache.kernels.gather` does the same bytes from one tensor of slots; buffers that lie anywhere would have to be
+    collected for it first, a second copy of everything.
+    """
 
     def __init__(self, pool: Tensor) -> None:
         self._pool = pool.numpy()
@@ -65,8 +69,12 @@ class _Direction:
         """Queue work behind everything that the default stream has been given by now, and wait until it has ended."""
         with self._lock, torch.cuda.stream(self.stream):
             self.stream.wait_stream(torch.cuda.default_stream(self.device))
-            queue_work()
-            ended = self.stream.record_event()
+            try:
+                queue_work()
+            except BaseException:
+                self.stream.synchronize()  # what was queued before it failed still uses the caller's buffers
+                raise
+            ended = self.stream.record_event(torch.cuda.Event(blocking=True))
         ended.synchronize()
 
 
@@ -74,12 +82,17 @@ class CudaCopier:
     """The pool on a GPU. Buffers in registered memory are copied by DMA, others through the driver's own staging."""
 
     def __init__(self, pool: Tensor, device: torch.device) -> None:
+        from hicache.kernels import gather  # Triton, which pages in CPU memory need not load
+
+        self._gather = gather
         num_layers, _, layer_bytes = pool.shape
         page_bytes = num_layers * layer_bytes
         self._pool = pool
+        self._pages = gather.LayerPages.of(list(pool))
         self._batch = max(1, STAGING_BYTES // page_bytes)
         self._inward = _Direction(device, self._batch, page_bytes)
         self._outward = _Direction(device, self._batch, page_bytes)
+        self._rows = torch.arange(self._batch, device=device)
 
     def copy_in(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         def queue_work() -> None:
@@ -88,7 +101,7 @@ class CudaCopier:
                 staging = self._inward.staging[: len(batch)]
                 for row, (_, data) in zip(staging, batch, strict=True):
                     row.copy_(_as_tensor(data), non_blocking=True)
-                self._pool.index_copy_(1, self._slots(batch), self._layers_of(staging))
+                self._gather.scatter_pages(staging, self._rows[: len(batch)], self._pages, self._slots(batch))
 
         self._inward.run(queue_work)
 
@@ -97,7 +110,7 @@ class CudaCopier:
             for start in range(0, len(pages), self._batch):
                 batch = pages[start : start + self._batch]
                 staging = self._outward.staging[: len(batch)]
-                self._layers_of(staging).copy_(self._pool.index_select(1, self._slots(batch)))
+                self._gather.gather_pages(self._pages, self._slots(batch), staging, self._rows[: len(batch)])
                 for row, (_, into) in zip(staging, batch, strict=True):
                     _as_tensor(into).copy_(row, non_blocking=True)
 
@@ -111,10 +124,6 @@ class CudaCopier:
 
     def _slots(self, pages: Sequence[tuple[int, memoryview]]) -> Tensor:
         return torch.tensor([slot for slot, _ in pages], device=self._pool.device)
-
-    def _layers_of(self, staging: Tensor) -> Tensor:
-        """Page-first `[n, page_bytes]` seen layer-first, `[num_layers, n, layer_bytes]`."""
-        return staging.view(len(staging), self._pool.shape[0], self._pool.shape[2]).transpose(0, 1)
 
 
 def _as_tensor(buffer: memoryview) -> Tensor:
