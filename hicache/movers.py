@@ -114,8 +114,8 @@ class Transfer:
 
     def cancel(self) -> bool:
         """Give the transfer up. True: no copy had begun, and it has now ended with None for every page. False: it had
-        ended before, or copies are under way; pages not yet begun are left out, and the end is reported as always, with
-        `unwanted` set."""
+        ended before, or copies had begun; pages not yet begun are left out, and the end is reported as always, with
+        `unwanted` set, as soon as no copy is under way."""
         if self.result is not None:
             return False
         self._unwanted = True
@@ -695,7 +695,7 @@ class _Speed:
     """
 
     _DECAY: Final = 1 - 1 / 32
-    _RIDGE: Final = 1e-4
+    _RIDGE: Final = 1e-6
 
     def __init__(self) -> None:
         self._hh = self._hx = self._xx = self._hy = self._xy = 0.0

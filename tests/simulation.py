@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, Final, NoReturn, Self, TypeVar, TypeVarTuple
 
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots, TierId
@@ -130,11 +130,15 @@ def run_simulated(main: Callable[[World], Coroutine[Any, Any, T]], seed: int) ->
         loop.close()
 
 
-def seeds(num_seeds: int) -> Iterable[int]:
-    """Seeds `0 .. num_seeds - 1`; many more in a soak run, or the one that `HICACHE_SEED` names."""
+def seeds(num_seeds: int, *, block: int = 0) -> Iterable[int]:
+    """The `block`-th run of `num_seeds` seeds, from 0 on; or the one seed that `HICACHE_SEED` names.
+
+    A soak run takes many more. Tests over many seeds are cut into blocks, so that each stays within its time limit.
+    """
     if chosen := os.environ.get(SEED_VARIABLE):
         return [int(chosen)]
-    return range(num_seeds * (20 if os.environ.get("HICACHE_SOAK") else 1))
+    num_seeds *= 20 if os.environ.get("HICACHE_SOAK") else 1
+    return range(block * num_seeds, (block + 1) * num_seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +158,21 @@ class Faults:
 
 
 class Barrier:
-    """Where copies of a tier stop until they are let go: half way through a page, after `num_pages` whole ones."""
+    """Where copies of a tier stop until they are let go: half way through a page, after `num_pages` whole ones.
+
+    Leaving it as an `async with` lets them go too, so that a test which fails in between does not hang.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._pages_left = num_pages
         self._reached = asyncio.Event()
         self._released = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
 
     async def reached(self) -> None:
         """Wait until a copy stands at the barrier."""
@@ -212,6 +225,8 @@ class SimulatedTier:
         self.cancelled_calls = 0
         """Calls that were cancelled, which nobody may do."""
         self.watch = watch
+        self.latency_s = latency_s
+        self.bandwidth = bandwidth
         self._tier_id = tier_id
         self._page_bytes = page_bytes
         self._slots = SlotPool(tier_id, capacity_pages)
@@ -220,8 +235,6 @@ class SimulatedTier:
         self._changes = [0] * capacity_pages
         """How often something began to change each slot: a copy sees whether another came between."""
         self._rng = rng or random.Random(0)
-        self._latency_s = latency_s
-        self._bandwidth = bandwidth
         self._jitter = jitter
         self._pipe_free_at = 0.0
         self._barrier: Barrier | None = None
@@ -329,7 +342,7 @@ class SimulatedTier:
             if fault_at == "begin":
                 raise UnexpectedFault(f"{self.tier_id}: before the first page")
             stall_s = self.faults.stall_s if self._happens(self.faults.stall) else 0.0
-            await asyncio.sleep(self._varied(self._latency_s) + stall_s)
+            await asyncio.sleep(self._varied(self.latency_s) + stall_s)
             yield
             if fault_at == "end":
                 raise UnexpectedFault(f"{self.tier_id}: after the last page")
@@ -384,7 +397,7 @@ class SimulatedTier:
         if self._barrier is not None:
             await self._barrier.meet()
         now = asyncio.get_running_loop().time()
-        self._pipe_free_at = max(now, self._pipe_free_at) + self._varied(self._page_bytes / self._bandwidth)
+        self._pipe_free_at = max(now, self._pipe_free_at) + self._varied(self._page_bytes / self.bandwidth)
         await asyncio.sleep(self._pipe_free_at - now)
         return Outcome.ERROR if number == self.fail_page or self._happens(self.faults.error) else Outcome.OK
 

@@ -69,7 +69,10 @@ def test_a_failure_carries_its_seed() -> None:
 
 def test_one_seed_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SEED_VARIABLE, "41")
-    assert list(seeds(5)) == [41]
+    assert list(seeds(5, block=3)) == [41]
+    monkeypatch.delenv(SEED_VARIABLE)
+    monkeypatch.delenv("HICACHE_SOAK", raising=False)
+    assert [*seeds(5), *seeds(5, block=1)] == list(range(10))
 
 
 def test_threads_are_refused() -> None:
