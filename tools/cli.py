@@ -1,0 +1,153 @@
+"""The command line: `hicache COMMAND ...`.
+
+Starting it loads argparse and one small file, the command that was asked for; torch, numpy and rich are loaded by the
+commands that need them, when they have checked everything they were given. See `hicache.tools.exits` for statuses.
+
+A command is a module of `hicache.tools.commands` with
+
+    configure(parser)  adds its options and description to an argparse parser
+    run(args) -> int   does the work and returns an exit status; raises `UsageProblem` or `CommandFailed` to stop with
+                       one line, and may let `OSError` and `HicacheError` through: they are expected failures too
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from io import TextIOWrapper
+from types import FrameType
+from typing import Final, NoReturn
+
+from hicache.errors import HicacheError
+from hicache.tools.exits import CommandFailed, Exit, UsageProblem
+from hicache.tools.terminal import printable
+
+COMMANDS: Final = {
+    "demo": "answer questions over documents with a real model, and show what the cache does and saves",
+    "tree": "show the cached prefixes of a saved snapshot: where they are, bytes, recency, leases",
+    "stats": "show tiers, lanes and counters of a saved snapshot",
+}
+"""Name and summary of each command, in the order in which help lists them."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Like `KeyboardInterrupt`, it unwinds so that temporary files are removed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageProblem(f"{printable(message)} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status. `argv` is without the program's name; None takes `sys.argv`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    _prepare_streams()
+    try:
+        with _terminating():
+            status = _run(arguments, name)
+            sys.stdout.flush()
+    except SystemExit as stop:
+        # argparse ends so after --help and --version.
+        return _flushed(stop.code if isinstance(stop.code, int) else Exit.OK)
+    except UsageProblem as problem:
+        return _complain(name, str(problem), Exit.USAGE)
+    except CommandFailed as problem:
+        return _complain(name, str(problem), Exit.FAILED)
+    except BrokenPipeError:
+        return _leave_quietly(name)
+    except (HicacheError, OSError) as problem:
+        return _complain(name, printable(str(problem)), Exit.FAILED)
+    except KeyboardInterrupt:
+        return _complain(name, "interrupted", Exit.INTERRUPTED)
+    except Terminated:
+        return _complain(name, "terminated", Exit.TERMINATED)
+    return status
+
+
+def _run(arguments: list[str], name: str) -> int:
+    if not name:
+        return _without_command(arguments)
+    command = import_module(f"hicache.tools.commands.{name}")
+    parser = Parser(prog=f"hicache {name}", allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    command.configure(parser)
+    status: int = command.run(parser.parse_args(arguments[1:]))
+    return status
+
+
+def _without_command(arguments: list[str]) -> int:
+    from hicache import __version__
+
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    parser = Parser(
+        prog="hicache", usage="hicache COMMAND [options]", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="A hierarchical KV cache for LLM inference, over GPU memory, host memory and NVMe.",
+        epilog=f"commands:\n{listing}\n\n`hicache COMMAND --help` explains one. "
+               "Exit status: 0 ok, 1 failed, 2 bad usage.",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"hicache {__version__}")
+    if arguments and not arguments[0].startswith("-"):
+        parser.error(f"unknown command {arguments[0]!r}")
+    parser.parse_args(arguments)
+    parser.error("a command is missing")
+
+
+def _complain(name: str, message: str, status: Exit) -> int:
+    with suppress(OSError):  # nobody may be left to be told
+        print(f"hicache {name}".rstrip() + ": " + " ".join(message.split("\n")), file=sys.stderr, flush=True)
+    return _flushed(status)
+
+
+def _flushed(status: int) -> int:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _silence_stdout()
+    return status
+
+
+def _leave_quietly(name: str) -> int:
+    """The reader of our output has left. What only prints has done its work; a demo that stops half way has not."""
+    _silence_stdout()
+    return Exit.FAILED if name == "demo" else Exit.OK
+
+
+def _silence_stdout() -> None:
+    # The interpreter flushes standard output once more on its way out and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _prepare_streams() -> None:
+    if sys.stdout is None:  # started with standard output closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the stream's encoding lacks is escaped; it does not end the command.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Within the block SIGTERM unwinds the main thread, so that what is temporary is removed."""
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated

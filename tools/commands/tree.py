@@ -1,0 +1,224 @@
+"""`hicache tree`: which prefixes are cached, where, how large, and when they were last used."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hicache.tools.commands import _snapshot_file as common
+from hicache.tools.exits import CommandFailed, UsageProblem
+from hicache.tools.snapshot import LABEL_TOKENS, PrefixNode, Snapshot, load
+from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable, visible_length
+from hicache.tools.units import format_bytes, plural
+
+JSON_FORMAT: Final = "hicache-tree"
+DEFAULT_WIDTH: Final = 20
+"""Children of one prefix that are shown."""
+_NAME_SHARE: Final = 0.5
+"""The tree takes this much of a line, the numbers follow."""
+_NUMBER_COLUMNS: Final = 44
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = (
+        "Shows the tree of cached prefixes: tokens, bytes, the tiers that hold a copy (D device,\n"
+        "H host, N NVMe; small letters while a copy arrives or leaves), the time since the last\n"
+        "use and the leases that protect it."
+    )
+    parser.epilog = common.EPILOG
+    common.add_file(parser)
+    parser.add_argument("--depth", type=_at_least_one, metavar="N", help="show so many levels (default all)")
+    parser.add_argument("--width", type=_at_least_one, metavar="N", default=DEFAULT_WIDTH,
+                        help=f"show so many prefixes below each, the largest (default {DEFAULT_WIDTH})")  # fmt: skip
+    parser.add_argument("--text", action="store_true", help="show how each prefix's own tokens begin")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR",
+                        help="decode tokens with the tokenizer.json in DIR (implies --text)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return the exit status."""
+    path = common.chosen_file(args)
+    decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
+    snapshot = load(path)
+    view = View(args.depth, args.width, show_text=args.text or decode is not None, decode=decode)
+    if args.json:
+        print(json.dumps(to_json(snapshot, view)))
+        return common.status(snapshot)
+    style = Style.of(sys.stdout)
+    print(common.heading(path, snapshot, style))
+    for line in lines(snapshot, view, style):
+        print(line)
+    return common.status(snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How much of a tree is shown."""
+
+    depth: int | None = None
+    width: int = DEFAULT_WIDTH
+    show_text: bool = False
+    decode: Callable[[list[int]], str] | None = None
+    """Text of tokens; None shows the text that the snapshot's writer left."""
+
+    def text(self, node: PrefixNode) -> str:
+        """How the node's own tokens begin."""
+        if self.decode is None:
+            return node.text
+        return " ".join(self.decode(list(node.tokens[:LABEL_TOKENS])).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prefix of the drawn tree, or the remark that more are there."""
+
+    branches: tuple[bool, ...]
+    """For each level above, whether that one has more siblings below; the last entry is the row's own."""
+    node: PrefixNode | None
+    hidden: tuple[PrefixNode, ...] = ()
+    """The prefixes that a remark stands for."""
+
+
+def rows(roots: list[PrefixNode], view: View) -> Iterator[Row]:
+    """The tree in the order in which it is drawn. Iterative: a long conversation is a deep tree."""
+    pending = list(reversed(list(_siblings(roots, (), view))))
+    while pending:
+        row = pending.pop()
+        yield row
+        if row.node is not None and row.node.children:
+            if view.depth is not None and len(row.branches) >= view.depth:
+                yield Row((*row.branches, False), None, tuple(row.node.children))
+            else:
+                pending += reversed(list(_siblings(row.node.children, row.branches, view)))
+
+
+def _siblings(nodes: list[PrefixNode], above: tuple[bool, ...], view: View) -> Iterator[Row]:
+    largest = sorted(nodes, key=lambda node: (-node.subtree_bytes, node.node_id))
+    shown, hidden = largest[: view.width], tuple(largest[view.width :])
+    for node in shown:
+        yield Row((*above, node is not shown[-1] or bool(hidden)), node)
+    if hidden:
+        yield Row((*above, False), None, hidden)
+
+
+def lines(snapshot: Snapshot, view: View, style: Style) -> Iterator[str]:
+    """The text form, without its heading."""
+    yield from ("", *common.tier_lines(snapshot, style))
+    tree_columns = max(int(style.width * _NAME_SHARE), style.width - _NUMBER_COLUMNS - (60 if view.show_text else 0))
+    tree_columns = min(tree_columns, 44 if view.show_text else 60, style.width - _NUMBER_COLUMNS)
+    head = f"{pad('', tree_columns)}{'tokens':>8}{'bytes':>11}  {'tiers':<6}{'last use':>10}{'leases':>7}"
+    by_namespace: dict[tuple[str, str], list[PrefixNode]] = {}
+    for root in snapshot.roots:
+        by_namespace.setdefault((root.tenant, root.namespace), []).append(root)
+    for (tenant, namespace), roots in by_namespace.items():
+        size, count = sum(root.subtree_bytes for root in roots), sum(root.subtree_nodes for root in roots)
+        owner = f" of tenant {printable(tenant, 40)}" if tenant else ""
+        yield ""
+        yield (
+            style.paint(f"namespace {printable(namespace, 17)}", Colour.TITLE)
+            + f"{owner}: {plural(count, 'prefix', 'prefixes')}, {format_bytes(size)}"
+        )
+        yield style.paint(head + ("  text" if view.show_text else ""), Colour.DIM)
+        for row in rows(roots, view):
+            yield _line(row, snapshot, view, style, tree_columns)
+    if not by_namespace:
+        yield from ("", "  nothing is cached")
+
+
+def _line(row: Row, snapshot: Snapshot, view: View, style: Style, tree_columns: int) -> str:
+    rails = ("│  ", "   ", "├─ ", "└─ ") if style.unicode else ("|  ", "   ", "|- ", "`- ")
+    indent = "".join(rails[0] if more else rails[1] for more in row.branches[:-1])
+    indent += rails[2] if row.branches[-1] else rails[3]
+    if len(indent) > tree_columns - 12:  # too deep to draw: the depth as a number
+        indent = f"{len(row.branches)}{rails[3]}"
+    if row.node is None:
+        count = sum(node.subtree_nodes for node in row.hidden)
+        size = format_bytes(sum(node.subtree_bytes for node in row.hidden))
+        return style.paint(f"{indent}… {plural(count, 'more prefix', 'more prefixes')}, {size}", Colour.DIM)
+    node = row.node
+    name = indent + printable(node.title or f"tokens {_first_tokens(node)}", max(tree_columns - len(indent) - 1, 8))
+    tiers = " ".join(_mark(tier, node.residency[tier], style) for tier in snapshot.tiers)
+    leases = f"{node.leases:,}" if node.leases else "-"
+    line = (
+        f"{pad(name, tree_columns)}{node.num_tokens:>8,}{format_bytes(node.size_bytes):>11}  "
+        f"{pad(tiers, 6)}{common.age(node.age_s):>10}{leases:>7}"
+    )
+    if view.show_text:
+        room = max(style.width - visible_length(line) - 2, 16)
+        line += "  " + style.paint(printable(view.text(node), room), Colour.DIM)
+    return line.rstrip()
+
+
+def _first_tokens(node: PrefixNode) -> str:
+    first = " ".join(map(str, node.tokens[:4]))
+    return first + (" …" if node.num_tokens > 4 else "")
+
+
+def _mark(tier: str, state: str, style: Style) -> str:
+    if state == "absent":
+        return style.paint(".", Colour.DIM)
+    letter = printable(tier[:1] or "?")
+    return style.paint(letter.upper() if state == "resident" else letter.lower(), TIER_COLOURS.get(tier))
+
+
+def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
+    """The stable form: `{"format": "hicache-tree", "version": 1, "time", "tiers", "num_damaged", "prefixes": [...]}`; a
+    prefix has "id", "parent", "depth" (1 for a root), "namespace", "tenant", "title", "text" (with `--text`),
+    "first_token", "num_tokens", "bytes", "subtree_bytes", "subtree_prefixes", "residency", "age_s", "leases", and
+    "hidden", the number of prefixes below it that the limits hide."""
+    prefixes: list[dict[str, Any]] = []
+    by_id: dict[int, dict[str, Any]] = {}
+    for row in rows(snapshot.roots, view):
+        if row.node is None:
+            parent = by_id.get(row.hidden[0].parent) if row.hidden[0].parent is not None else None
+            if parent is not None:
+                parent["hidden"] = sum(node.subtree_nodes for node in row.hidden)
+            continue
+        node = row.node
+        shown = {
+            "id": node.node_id, "parent": node.parent, "depth": len(row.branches), "namespace": node.namespace,
+            "tenant": node.tenant, "title": node.title, "first_token": node.first_token,
+            "num_tokens": node.num_tokens, "bytes": node.size_bytes, "subtree_bytes": node.subtree_bytes,
+            "subtree_prefixes": node.subtree_nodes, "residency": node.residency, "age_s": node.age_s,
+            "leases": node.leases, "hidden": 0,
+        }  # fmt: skip
+        if view.show_text:
+            shown["text"] = view.text(node)
+        by_id[node.node_id] = shown
+        prefixes.append(shown)
+    return {
+        "format": JSON_FORMAT, "version": 1, "time": snapshot.time, "tiers": snapshot.tiers,
+        "num_damaged": snapshot.num_damaged, "prefixes": prefixes,
+    }  # fmt: skip
+
+
+def _decoder(directory: Path) -> Callable[[list[int]], str]:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise UsageProblem(f"--tokenizer: {printable(os.fspath(directory))} has no tokenizer.json")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise CommandFailed("decoding tokens needs the package tokenizers: pip install 'hicache[demo]'") from error
+    try:
+        tokenizer = Tokenizer.from_file(os.fspath(path))
+    except Exception as error:  # the library raises plain exceptions
+        raise UsageProblem(f"--tokenizer: {printable(os.fspath(path))} is not a tokenizer: {error}") from error
+
+    def decode(tokens: list[int]) -> str:
+        size = tokenizer.get_vocab_size()
+        text: str = tokenizer.decode([token for token in tokens if 0 <= token < size])
+        return text
+
+    return decode
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000")
+    return int(text)
