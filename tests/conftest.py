@@ -3,14 +3,14 @@
 torch is not imported here: most tests of `hicache/` run without it.
 """
 
-import gc
 import os
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.leaks import nothing_left_behind
 
 # Triton 3.9 warns while this is unset and announces that the default will change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -32,40 +32,16 @@ settings.register_profile(
 )
 settings.load_profile("soak" if os.environ.get("HICACHE_SOAK") else "repeatable")
 
-THREAD_EXIT_TIMEOUT_S = 5.0
-"""How long a thread that a test told to stop may take to end."""
-
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """Fail a test after which threads run or files are open that did not before it.
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves threads running or files open.
 
     What fixtures of a wider scope hold was there before the test and is theirs to close.
     """
     _calm_torch()
-    threads, files = set(threading.enumerate()), open_files()
-    yield
-    # A thread that has been told to stop may still be on its way out.
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(THREAD_EXIT_TIMEOUT_S)
-    left_threads = sorted(thread.name for thread in set(threading.enumerate()) - threads)
-    assert not left_threads, f"threads left running: {left_threads}"
-    if left_files := open_files() - files:
-        # What only the collector would close is reported by its ResourceWarning; a cycle in a library is not a leak.
-        gc.collect()
-        left_files = open_files() - files
-    assert not left_files, f"files left open: {sorted(left_files)}"
-
-
-def open_files() -> frozenset[tuple[int, str]]:
-    """Descriptors of this process and what they stand for."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
-        except FileNotFoundError:
-            continue  # the descriptor of the listing itself
-    return frozenset(found)
+    with nothing_left_behind():
+        yield
 
 
 def _calm_torch() -> None:
