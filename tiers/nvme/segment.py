@@ -166,7 +166,11 @@ class SegmentFile:
 
     def _verify(self, get: PageGet, block: memoryview) -> Finding:
         header = decode_page_header(block)
-        if header is None:
+        if (
+            header is None
+            or header.payload_bytes != self._shape.page_bytes
+            or len(header.layer_sums) != self._shape.num_layers
+        ):
             return Finding.BAD_HEADER
         if (header.store, header.segment, header.slot) != (self._store, self.number, get.index):
             return Finding.MISPLACED
@@ -174,8 +178,6 @@ class SegmentFile:
             return Finding.OLDER_LIFE
         if header.identity != get.identity:
             return Finding.OTHER_PAGE
-        if header.payload_bytes != len(get.into) or len(header.layer_sums) != self._shape.num_layers:
-            return Finding.BAD_HEADER
         if header.payload_sum != get.payload_sum:
             return Finding.OTHER_PAYLOAD
         if checksum(get.into) != header.payload_sum:
