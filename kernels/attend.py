@@ -1,0 +1,328 @@
+"""Attention of new tokens over a context whose pages are anywhere, part by part, merged exactly.
+
+A context is a series of parts: pages in one memory each. `attend` goes over them once, in order, keeping the attention
+state of what it has seen, and attends to the new tokens themselves last. On CUDA the kernels read device pages where they
+are; on the CPU pages are gathered, a cache-sized piece at a time, and attended by torch.
+
+Nothing is kept of a part when the next one is asked for, so a source may reuse one buffer for all of them. On CUDA that
+holds in the order of the current stream: a source that refills a device buffer has to do so on that stream, or wait for it.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from hicache.kernels import launch
+from hicache.kernels.checks import PageShape, check_group, check_page_ids, check_pages, check_query, check_tensor
+from hicache.kernels.decode import paged_decode
+from hicache.kernels.errors import BadArgument
+from hicache.kernels.extend import paged_extend
+from hicache.kernels.launch import Path
+from hicache.kernels.merge import merge_states
+from hicache.kernels.state import AttentionState
+
+SCRATCH_BYTES: Final = 8 << 20
+"""Keys and values that are gathered before they are attended to. Large enough that calls and merges cost little beside
+the work, small enough to be still in the cache when attention reads them."""
+_FOLD_TOKENS_MAX: Final = 64
+"""Up to so many new tokens, the query heads of a group become rows of one head: fewer, larger products on the CPU. Beyond,
+there are rows enough, and rearranging them costs more than it gains."""
+_STATES_MAX: Final = 8
+"""States that are collected on the GPU before they are merged."""
+_CPU_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class PagedPart:
+    """Keys and values of consecutive tokens in whole or partly filled pages, somewhere in one memory."""
+
+    pages: torch.Tensor
+    """[num_slots, 2, page_size, kv_heads, head_dim], keys in plane 0 and values in plane 1, on any device; head_dim is
+    contiguous, every other stride is free: one layer of a page-first arena is such a view."""
+    block_table: torch.Tensor
+    """int32 [n], slots of the part's pages in order; each within `pages`."""
+    num_tokens: int
+    """Tokens that the part has, 0 to `n * page_size`: pages are full but for the last. Slots beyond are not looked at."""
+
+
+class PartSource(Protocol):
+    """Where the parts of a context come from: a running sequence, in `tiers/` and above."""
+
+    def parts(self, layer: int) -> Iterator[PagedPart]:
+        """The context's parts in one layer, in any order, each token once. Called from the thread that attends.
+
+        A part is valid until the next one is asked for, or the iterator is closed; asking may wait for a transfer.
+        """
+        ...
+
+
+def attend(
+    query: torch.Tensor,
+    parts: Iterable[PagedPart],
+    *,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    path: Path | None = None,
+) -> AttentionState:
+    """Attend `T` new tokens of one sequence to everything in `parts`, and to the new tokens up to themselves.
+
+    query [T, HQ, D], on the device that does the work; key, value [T, H, D], those of the new tokens, there too; HQ a
+    multiple of H, D contiguous. float16, bfloat16 or float32 (on the CPU float64 too), the same in all parts. `scale`
+    multiplies the scores. Parts may be empty and on any device: those elsewhere than the query are gathered into a
+    buffer beside it first, at most `SCRATCH_BYTES` at a time. They are asked for one by one, never with T = 0.
+
+    Returns output [T, HQ, D] in the query's dtype and natural-log LSE [T, HQ], float32 (float64 for float64), new tensors
+    that alias nothing. On CUDA the work is queued on the current stream. Partial results are kept and merged in float32.
+    `path` is chosen by the query's device if None. Callable from several threads. Raises `BadArgument`, in the middle of
+    the parts if one of them does not fit.
+    """
+    check_query(query, _CPU_DTYPES)
+    path = launch.choose_path("query", query.device, path)
+    num_tokens, _, head_dim = query.shape
+    check_tensor("key", key, (num_tokens, None, head_dim), dtype=query.dtype, device=query.device)
+    check_group("key", key.shape[1], query)
+    check_tensor("value", value, tuple(key.shape), dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return AttentionState(torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_state_dtype(query)))
+    fitting = _checked(parts, query, key.shape[1])
+    if path is Path.TRITON:
+        return _attend_triton(query, fitting, key, value, scale)
+    return _attend_torch(query, fitting, key, value, scale)
+
+
+def _checked(parts: Iterable[PagedPart], query: torch.Tensor, num_kv_heads: int) -> Iterator[tuple[PagedPart, PageShape]]:
+    """The parts that have tokens, each checked when it comes."""
+    for part in parts:
+        shape = check_pages("part.pages", part.pages, query)
+        if shape.num_kv_heads != num_kv_heads:
+            raise BadArgument("part.pages", f"has {shape.num_kv_heads} key/value heads, the new tokens {num_kv_heads}")
+        check_tensor("part.block_table", part.block_table, (None,), dtype=torch.int32)
+        most = part.block_table.shape[0] * shape.page_size
+        if not 0 <= part.num_tokens <= most:
+            raise BadArgument("part.num_tokens", f"is {part.num_tokens}, expected 0 to {most}, the tokens of its pages")
+        if part.num_tokens:
+            table = part.block_table[: -(-part.num_tokens // shape.page_size)]
+            check_page_ids("part.block_table", table, shape.num_slots, negative=False)
+            yield PagedPart(part.pages, table, part.num_tokens), shape
+
+
+def _state_dtype(query: torch.Tensor) -> torch.dtype:
+    """Type in which states are kept and LSE is returned."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+# The torch path.
+
+
+class _Scratch(threading.local):
+    """One buffer a thread for gathered keys and values; kept, because a step of a model attends in every layer."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, dtype: torch.dtype, num_kv_heads: int, head_dim: int, page_size: int) -> torch.Tensor:
+        """[2, capacity, H, D] of undefined content: keys in plane 0, values in plane 1; capacity in tokens, at least
+        one page, otherwise as many as `SCRATCH_BYTES` hold. Overwritten by the next call of this thread."""
+        token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        capacity = max(page_size, SCRATCH_BYTES // token_bytes)
+        if self._buffer.numel() < capacity * token_bytes:
+            self._buffer = torch.empty(capacity * token_bytes, dtype=torch.uint8)
+        flat = self._buffer[: capacity * token_bytes].view(dtype)
+        return flat.view(2, capacity, num_kv_heads, head_dim)
+
+
+_scratch = _Scratch()
+
+
+class _Running:
+    """The attention state over the keys seen so far, of [T, HQ, D] queries."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._state: AttentionState | None = None
+
+    def add(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge in the state over further keys, at least one for every query. Takes the tensors over."""
+        output = output.to(self._dtype)
+        if self._state is None:
+            self._state = AttentionState(output, lse)
+            return
+        # exp(s2 - log(exp(s1) + exp(s2))) is a sigmoid, and the two weights add up to one.
+        weight = torch.sigmoid(lse - self._state.lse)
+        self._state.output.lerp_(output, weight.unsqueeze(-1))
+        torch.logaddexp(self._state.lse, lse, out=self._state.lse)
+
+    def result(self, dtype: torch.dtype) -> AttentionState:
+        assert self._state is not None, "every query sees at least its own token"
+        return AttentionState(self._state.output.to(dtype).contiguous(), self._state.lse.contiguous())
+
+
+def _attend_torch(
+    query: torch.Tensor,
+    parts: Iterable[tuple[PagedPart, PageShape]],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+) -> AttentionState:
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    running = _Running(_state_dtype(query))
+    folded = _fold(query, num_kv_heads) if num_tokens <= _FOLD_TOKENS_MAX else None
+    buffer = torch.empty(0)
+    filled = 0
+
+    def flush() -> None:
+        """Attend to the tokens in the buffer, all of which every query sees."""
+        nonlocal filled
+        if filled:
+            if folded is not None:
+                output, lse = _flash(folded, buffer[0, :filled], buffer[1, :filled], scale)
+                running.add(_unfold(output, num_tokens), _unfold(lse.unsqueeze(-1), num_tokens).squeeze(-1))
+            else:
+                output, lse = _flash(query.transpose(0, 1), buffer[0, :filled], buffer[1, :filled], scale)
+                running.add(output.transpose(0, 1), lse.transpose(0, 1))
+        filled = 0
+
+    for part, shape in parts:
+        if buffer.dim() == 1 or buffer.shape[1] < shape.page_size:
+            flush()
+            buffer = _scratch.take(query.dtype, num_kv_heads, head_dim, shape.page_size)
+        table, left = part.block_table, part.num_tokens
+        while left:
+            # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows overwrites.
+            room = (buffer.shape[1] - filled) // shape.page_size
+            if not room:
+                flush()
+                continue
+            ids, table = table[:room], table[room:]
+            count = min(left, ids.shape[0] * shape.page_size)
+            for plane in (0, 1):
+                target = buffer[plane, filled : filled + ids.shape[0] * shape.page_size]
+                _gather(part.pages[:, plane], ids, target.view(ids.shape[0], *shape[1:]))
+            filled += count
+            left -= count
+    if num_tokens == 1:
+        # A single new token is one more key that every query sees: cheaper than a state of its own.
+        if buffer.dim() == 1:
+            buffer = _scratch.take(query.dtype, num_kv_heads, head_dim, 1)
+        elif filled == buffer.shape[1]:
+            flush()
+        buffer[0, filled], buffer[1, filled] = key[0], value[0]
+        filled += 1
+        flush()
+    else:
+        flush()
+        output, lse = _flash(query.transpose(0, 1), key, value, scale, is_causal=True)
+        running.add(output.transpose(0, 1), lse.transpose(0, 1))
+    return running.result(query.dtype)
+
+
+def _gather(pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> None:
+    """`target[i] = pages[ids[i]]`; pages [num_slots, ...] on any device, ids int32 on any, target contiguous, on the CPU."""
+    ids = ids.to(pages.device)
+    if pages.device == target.device:
+        torch.index_select(pages, 0, ids, out=target)
+    else:
+        target.copy_(pages.index_select(0, ids))
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's fused attention: query [HQ, T, D], key and value [L, H, D] with L at least 1; output [HQ, T, D], LSE [HQ, T].
+
+    The operator dies of an empty key, hence the bound. It takes a head shared by several query heads as it is, and rows
+    and heads of any stride. Its causal mask is aligned to the first key, right where queries and keys are the same tokens.
+    """
+    assert key.shape[0] >= 1
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, is_causal, scale=scale
+    )
+    return output[0], lse[0]
+
+
+def _fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[T, HQ, D] to [H, G * T, D]: the queries that share a key/value head as rows of one head."""
+    num_tokens, num_heads, head_dim = query.shape
+    group = num_heads // num_kv_heads
+    by_head = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    return by_head.reshape(num_kv_heads, group * num_tokens, head_dim)
+
+
+def _unfold(rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[H, G * T, D] to [T, HQ, D]: the reverse of `_fold`."""
+    num_kv_heads, num_rows, width = rows.shape
+    group = num_rows // num_tokens
+    by_token = rows.view(num_kv_heads, group, num_tokens, width).permute(2, 0, 1, 3)
+    return by_token.reshape(num_tokens, num_kv_heads * group, width)
+
+
+# The Triton path.
+
+
+class _Stack:
+    """States over disjoint keys of the same queries, merged whenever there are `_STATES_MAX` of them."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        self._outputs = query.new_empty((_STATES_MAX, *query.shape), dtype=torch.float32)
+        self._lses = query.new_empty((_STATES_MAX, *query.shape[:2]), dtype=torch.float32)
+        self._used = 0
+
+    def push(self) -> AttentionState:
+        """Room for one more state, to be filled before the next call."""
+        if self._used == _STATES_MAX:
+            merged = merge_states(self._outputs, self._lses)
+            self._outputs[0], self._lses[0] = merged.output, merged.lse
+            self._used = 1
+        self._used += 1
+        return AttentionState(self._outputs[self._used - 1], self._lses[self._used - 1])
+
+    def result(self, dtype: torch.dtype) -> AttentionState:
+        """The state over all keys, its output in `dtype`."""
+        return merge_states(self._outputs[: self._used], self._lses[: self._used], dtype=dtype)
+
+
+def _attend_triton(
+    query: torch.Tensor,
+    parts: Iterable[tuple[PagedPart, PageShape]],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+) -> AttentionState:
+    num_tokens = query.shape[0]
+    indptr = torch.arange(2, dtype=torch.int32, device=query.device) * num_tokens
+    stack = _Stack(query)
+    for part, shape in parts:
+        for local in _local_pieces(part, shape, query.device):
+            tables = local.block_table[None]
+            lengths = torch.full((1,), local.num_tokens, dtype=torch.int32, device=query.device)
+            output, lse = stack.push()
+            if num_tokens == 1:
+                paged_decode(query, local.pages, tables, lengths, scale=scale, output=output, lse=lse)
+            else:
+                paged_extend(
+                    query, indptr, scale=scale, pages=local.pages, block_tables=tables, prefix_lens=lengths,
+                    output=output, lse=lse,
+                )
+    output, lse = stack.push()
+    paged_extend(query, indptr, scale=scale, key=key, value=value, output=output, lse=lse)
+    return stack.result(query.dtype)
+
+
+def _local_pieces(part: PagedPart, shape: PageShape, device: torch.device) -> Iterator[PagedPart]:
+    """The part as it is if it is on `device`, otherwise copied there a piece at a time."""
+    if part.pages.device == device:
+        yield PagedPart(part.pages, part.block_table.to(device), part.num_tokens)
+        return
+    page_bytes = part.pages.element_size() * part.pages[:1].numel()
+    step = max(1, SCRATCH_BYTES // page_bytes)
+    for begin in range(0, part.block_table.shape[0], step):
+        ids = part.block_table[begin : begin + step].to(part.pages.device)
+        # Not `non_blocking`: when the next part is asked for, the copy has to be over.
+        pages = part.pages.index_select(0, ids).to(device)
+        table = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
+        yield PagedPart(pages, table, min(part.num_tokens - begin * shape.page_size, ids.shape[0] * shape.page_size))

@@ -1,0 +1,95 @@
+"""Checks that several wrappers share. Each raises `BadArgument` and touches nothing."""
+
+from typing import NamedTuple
+
+import torch
+
+from hicache.kernels.errors import BadArgument
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Element types that the kernels take."""
+
+
+class PageShape(NamedTuple):
+    """What the shape of a pages tensor says."""
+
+    num_slots: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def check_tensor(
+    argument: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    *,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Refuse a tensor of another shape (None: any size), dtype or device, or whose last dimension is not contiguous."""
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        expected = ", ".join("*" if want is None else str(want) for want in shape)
+        raise BadArgument(argument, f"has shape {list(tensor.shape)}, expected [{expected}]")
+    if dtype is not None and tensor.dtype not in (dtypes := dtype if isinstance(dtype, tuple) else (dtype,)):
+        raise BadArgument(argument, f"is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if device is not None and tensor.device != device:
+        raise BadArgument(argument, f"is on {tensor.device}, expected {device}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise BadArgument(argument, f"has stride {tensor.stride(-1)} in its last dimension, expected 1")
+
+
+def check_query(query: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
+    """Refuse a query that is not [T, HQ, D] with at least one head of at least one element."""
+    check_tensor("query", query, (None, None, None), dtype=dtypes)
+    if query.shape[1] < 1 or query.shape[2] < 1:
+        raise BadArgument("query", f"has shape {list(query.shape)}, expected at least one head and one element")
+
+
+def check_pages(argument: str, pages: torch.Tensor, query: torch.Tensor) -> PageShape:
+    """Refuse pages that are not [num_slots, 2, page_size, kv_heads, head_dim] fitting `query` [T, HQ, D]; the device
+    is not compared. Slots, planes, tokens and heads may have any stride."""
+    check_tensor(argument, pages, (None, 2, None, None, query.shape[2]), dtype=query.dtype)
+    shape = PageShape(pages.shape[0], pages.shape[2], pages.shape[3], pages.shape[4])
+    if shape.page_size < 1:
+        raise BadArgument(argument, "has pages of 0 tokens, expected at least 1")
+    check_group(argument, shape.num_kv_heads, query)
+    return shape
+
+
+def check_group(argument: str, num_kv_heads: int, query: torch.Tensor) -> None:
+    """Refuse key/value heads that do not divide the query's heads."""
+    if num_kv_heads < 1 or query.shape[1] % num_kv_heads:
+        raise BadArgument(argument, f"has {num_kv_heads} key/value heads, expected a divisor of {query.shape[1]}")
+
+
+def check_page_ids(argument: str, ids: torch.Tensor, num_slots: int, *, negative: bool) -> None:
+    """Refuse page ids outside `num_slots`, and below 0 unless `negative`. Only where it is cheap: on the CPU. On a GPU
+    it would make the host wait for the device."""
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    least, most = (int(bound) for bound in torch.aminmax(ids))
+    if most >= num_slots or (least < 0 and not negative):
+        wrong = most if most >= num_slots else least
+        raise BadArgument(argument, f"names page {wrong}, expected 0 to {num_slots - 1}")
+
+
+def check_lengths(argument: str, lengths: torch.Tensor, most: int) -> None:
+    """Refuse token counts outside 0 to `most`; on the CPU only, as `check_page_ids`."""
+    if lengths.device.type != "cpu" or not lengths.numel():
+        return
+    least, greatest = (int(bound) for bound in torch.aminmax(lengths))
+    if least < 0 or greatest > most:
+        wrong = least if least < 0 else greatest
+        raise BadArgument(argument, f"holds {wrong} tokens, expected 0 to {most}, what the block table has room for")
+
+
+def check_indptr(argument: str, indptr: torch.Tensor, num_tokens: int) -> None:
+    """Refuse offsets that do not rise from 0 to `num_tokens`; on the CPU only, as `check_page_ids`."""
+    if indptr.device.type != "cpu":
+        return
+    offsets = indptr.tolist()
+    if offsets[0] != 0 or offsets[-1] != num_tokens or any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
+        raise BadArgument(argument, f"is {offsets[:8]}..., expected offsets that rise from 0 to {num_tokens}")

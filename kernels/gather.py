@@ -1,0 +1,257 @@
+"""Gather and scatter: pages between layer-first device memory and page-first slots.
+
+Engines and kernels want one tensor a layer; a page that is stored or sent wants to be one range of bytes. Gather collects
+the layers of scattered device pages into slots, scatter distributes slots over the layers. Bytes are copied, never
+converted. On CUDA one kernel does all pages and layers, reading or writing pinned host memory over the bus directly; on
+the CPU it is `index_select` and `index_copy_`, once a layer.
+
+One launch with a table of the layers' addresses, rather than one launch a layer: a model has 30 to 80 layers, and a launch
+costs the host about what it takes to move a page, so that small batches would be bound by launching.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from hicache.kernels import launch
+from hicache.kernels.checks import check_page_ids, check_tensor
+from hicache.kernels.errors import BadArgument
+from hicache.kernels.launch import Path, Variant, next_power_of_2
+
+_STAGE_BYTES: Final = 1 << 20
+"""Bytes of one layer that the CPU path copies at a time: what stays in a core's cache between its two steps."""
+_WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Integer type for each number of bytes that the CPU path may move as one element."""
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The layer-first side: one tensor a layer, all alike, as `LayerPages.of` checked them. Build it once and keep it."""
+
+    layers: tuple[torch.Tensor, ...]
+    """Each uint8 [num_pages, layer_bytes], a view of the layer's memory; bytes of a page contiguous, any page stride."""
+    addresses: torch.Tensor
+    """int64 [num_layers], address of each layer's first page, on the layers' device."""
+    alignment: int
+    """Bytes, a power of two up to 16, of which every page's address and size is a multiple."""
+
+    @classmethod
+    def of(cls, layers: Sequence[torch.Tensor]) -> "LayerPages":
+        """Describe `layers`, each [num_pages, ...] of one shape, dtype, page stride and device, contiguous within a page.
+
+        The tensors are viewed, not copied. Raises `BadArgument`.
+        """
+        if not layers:
+            raise BadArgument("layers", "is empty, expected at least one layer")
+        views = tuple(_rows_of_bytes(f"layers[{i}]", layer) for i, layer in enumerate(layers))
+        first = views[0]
+        for i, view in enumerate(views):
+            if (view.shape, view.stride(0), view.device) != (first.shape, first.stride(0), first.device):
+                raise BadArgument(f"layers[{i}]", "differs from layers[0] in its shape, page stride or device")
+        addresses = [view.data_ptr() for view in views]
+        return cls(
+            views,
+            torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            math.gcd(16, first.shape[1], first.stride(0), *addresses),
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each layer."""
+        return self.layers[0].shape[0]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one page."""
+        return self.layers[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are."""
+        return self.layers[0].device
+
+
+def gather_pages(
+    pages: LayerPages,
+    page_ids: torch.Tensor,
+    slots: torch.Tensor,
+    slot_ids: torch.Tensor,
+    *,
+    first_layer: int = 0,
+    path: Path | None = None,
+) -> None:
+    """Copy every layer of the pages `page_ids` into the slots `slot_ids`: layer-first to page-first.
+
+    page_ids, slot_ids int32 or int64 [n], on the device of `pages`, no slot named twice. slots [num_slots, ...], contiguous
+    within a slot, any slot stride, any dtype: its bytes are `[layer][layer_bytes]`; layer `i` of `pages` is layer
+    `first_layer + i` of a slot. Where `pages` is on CUDA, `slots` is there too or in pinned host memory, and the copy is
+    queued on the current stream; on the CPU it is done on return. Ids are checked on the CPU only. Raises `BadArgument`.
+    """
+    rows = _check(pages, page_ids, slots, slot_ids, first_layer)
+    if launch.choose_path("pages", pages.device, path) is Path.TRITON:
+        _launch(pages, page_ids, rows, slot_ids, first_layer, to_slots=True)
+    else:
+        for layer, slot_layer in _words(pages, rows, first_layer):
+            _copy_rows(layer, page_ids, slot_layer, slot_ids)
+
+
+def scatter_pages(
+    slots: torch.Tensor,
+    slot_ids: torch.Tensor,
+    pages: LayerPages,
+    page_ids: torch.Tensor,
+    *,
+    first_layer: int = 0,
+    path: Path | None = None,
+) -> None:
+    """Copy the slots `slot_ids` into every layer of the pages `page_ids`: page-first to layer-first.
+
+    The reverse of `gather_pages`, with the same arguments; no page may be named twice.
+    """
+    rows = _check(pages, page_ids, slots, slot_ids, first_layer)
+    if launch.choose_path("pages", pages.device, path) is Path.TRITON:
+        _launch(pages, page_ids, rows, slot_ids, first_layer, to_slots=False)
+    else:
+        for layer, slot_layer in _words(pages, rows, first_layer):
+            _copy_rows(slot_layer, slot_ids, layer, page_ids)
+
+
+def gather_pages_reference(
+    pages: LayerPages, page_ids: torch.Tensor, slots: torch.Tensor, slot_ids: torch.Tensor, *, first_layer: int = 0
+) -> None:
+    """The definition of `gather_pages`: page by page, layer by layer."""
+    for i, layer in enumerate(pages.layers, first_layer):
+        for page, slot in zip(page_ids.tolist(), slot_ids.tolist(), strict=True):
+            flat = slots[slot].view(-1).view(torch.uint8)
+            flat[i * pages.layer_bytes : (i + 1) * pages.layer_bytes] = layer[page]
+
+
+def scatter_pages_reference(
+    slots: torch.Tensor, slot_ids: torch.Tensor, pages: LayerPages, page_ids: torch.Tensor, *, first_layer: int = 0
+) -> None:
+    """The definition of `scatter_pages`: page by page, layer by layer."""
+    for i, layer in enumerate(pages.layers, first_layer):
+        for page, slot in zip(page_ids.tolist(), slot_ids.tolist(), strict=True):
+            flat = slots[slot].view(-1).view(torch.uint8)
+            layer[page] = flat[i * pages.layer_bytes : (i + 1) * pages.layer_bytes]
+
+
+def _rows_of_bytes(argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 view [rows, row_bytes] of a tensor [rows, ...], refused unless every row is contiguous."""
+    if tensor.dim() < 2 or not tensor.shape[1:].numel() or (tensor.shape[0] and not tensor[0].is_contiguous()):
+        raise BadArgument(
+            argument,
+            f"has shape {list(tensor.shape)} and strides {list(tensor.stride())}, expected [n, ...] with contiguous rows",
+        )
+    return tensor.view(tensor.shape[0], tensor.shape[1:].numel()).view(torch.uint8)
+
+
+def _check(
+    pages: LayerPages, page_ids: torch.Tensor, slots: torch.Tensor, slot_ids: torch.Tensor, first_layer: int
+) -> torch.Tensor:
+    """Check the arguments of gather and scatter; returns the slots as uint8 [num_slots, slot_bytes]."""
+    check_tensor("page_ids", page_ids, (None,), dtype=(torch.int32, torch.int64), device=pages.device)
+    check_tensor("slot_ids", slot_ids, tuple(page_ids.shape), dtype=page_ids.dtype, device=pages.device)
+    rows = _rows_of_bytes("slots", slots)
+    if slots.device != pages.device and not (pages.device.type == "cuda" and slots.is_pinned()):
+        raise BadArgument("slots", f"is on {slots.device}, expected {pages.device}, or pinned memory where that is CUDA")
+    end = (first_layer + len(pages.layers)) * pages.layer_bytes
+    if first_layer < 0 or end > rows.shape[1]:
+        raise BadArgument(
+            "first_layer",
+            f"is {first_layer}: expected {len(pages.layers)} layers of {pages.layer_bytes} bytes from there on to lie "
+            f"within the {rows.shape[1]} bytes of a slot",
+        )
+    check_page_ids("page_ids", page_ids, pages.num_pages, negative=False)
+    check_page_ids("slot_ids", slot_ids, slots.shape[0], negative=False)
+    return rows
+
+
+def _words(pages: LayerPages, rows: torch.Tensor, first_layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each layer of the pages with the same layer of the slots, in the widest words that both allow.
+
+    Wide because `index_select` of single bytes is some ten times slower.
+    """
+    word = _WORDS[math.gcd(8, pages.alignment, rows.stride(0), rows.storage_offset())]
+    for i, layer in enumerate(pages.layers, first_layer):
+        yield layer.view(word), rows[:, i * pages.layer_bytes : (i + 1) * pages.layer_bytes].view(word)
+
+
+def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:
+    """`target[target_ids] = source[source_ids]`, a cache-sized piece at a time."""
+    step = max(1, _STAGE_BYTES // (source.shape[1] * source.element_size()))
+    # `index_copy_` takes int64 only.
+    for ids, into in zip(source_ids.split(step), target_ids.long().split(step), strict=True):
+        target.index_copy_(0, into, source.index_select(0, ids))
+
+
+def gather_variant(alignment: int, layer_bytes: int) -> Variant:
+    """The form in which the kernel is compiled. `alignment`: bytes of which all addresses and sizes are multiples."""
+    word = min(4, alignment)
+    words = min(4096, next_power_of_2(layer_bytes // word))
+    return Variant({"ALIGN": alignment, "WORD": word, "BLOCK": words}, num_warps=4, num_stages=1)
+
+
+def _launch(
+    pages: LayerPages,
+    page_ids: torch.Tensor,
+    rows: torch.Tensor,
+    slot_ids: torch.Tensor,
+    first_layer: int,
+    *,
+    to_slots: bool,
+) -> None:
+    if not page_ids.shape[0]:
+        return
+    alignment = math.gcd(pages.alignment, rows.stride(0), rows.data_ptr(), first_layer * pages.layer_bytes)
+    variant = gather_variant(alignment, pages.layer_bytes)
+    num_blocks = triton.cdiv(pages.layer_bytes, variant.constants["BLOCK"] * variant.constants["WORD"])
+    _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), num_blocks)](
+        p_layers=pages.addresses,
+        p_page_ids=page_ids,
+        p_slots=rows,
+        p_slot_ids=slot_ids,
+        first_layer=first_layer,
+        layer_bytes=pages.layer_bytes,
+        stride_page=pages.layers[0].stride(0),
+        stride_slot=rows.stride(0),
+        TO_SLOTS=to_slots,
+        **variant.constants,
+        **launch.options(variant),
+    )
+
+
+@triton.jit
+def _gather_pages_kernel(
+    p_layers: Any, p_page_ids: Any, p_slots: Any, p_slot_ids: Any,
+    first_layer: Any, layer_bytes: Any, stride_page: Any, stride_slot: Any,
+    TO_SLOTS: tl.constexpr, ALIGN: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:
+    # A program copies BLOCK words of one layer of one page; strides are in bytes.
+    i_layer = tl.program_id(1).to(tl.int64)
+    page = tl.load(p_page_ids + tl.program_id(0)).to(tl.int64)
+    slot = tl.load(p_slot_ids + tl.program_id(0)).to(tl.int64)
+    # Addresses are integers until here, so the compiler is told what the wrapper knows of their alignment.
+    page_address = tl.multiple_of(tl.load(p_layers + i_layer) + page * stride_page, ALIGN)
+    slot_address = p_slots.to(tl.int64) + slot * stride_slot + (first_layer + i_layer) * layer_bytes
+    slot_address = tl.multiple_of(slot_address, ALIGN)
+    if WORD == 4:
+        p_page = page_address.to(tl.pointer_type(tl.int32))
+        p_slot = slot_address.to(tl.pointer_type(tl.int32))
+    elif WORD == 2:
+        p_page = page_address.to(tl.pointer_type(tl.int16))
+        p_slot = slot_address.to(tl.pointer_type(tl.int16))
+    else:
+        p_page = page_address.to(tl.pointer_type(tl.int8))
+        p_slot = slot_address.to(tl.pointer_type(tl.int8))
+    o_word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m_word = o_word < layer_bytes // WORD
+    if TO_SLOTS:
+        tl.store(p_slot + o_word, tl.load(p_page + o_word, mask=m_word), mask=m_word)
+    else:
+        tl.store(p_page + o_word, tl.load(p_slot + o_word, mask=m_word), mask=m_word)

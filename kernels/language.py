@@ -1,0 +1,93 @@
+"""Device functions that several kernels share.
+
+Letters as in `README.md`: `b_` a loaded block, `o_` offsets, `m_` a mask. Sizes in capitals are constexpr.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def narrow(b_x: Any, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) -> Any:
+    """`b_x`, float32, rounded to nearest even in `dtype`.
+
+    The interpreter truncates to bfloat16 whatever rounding is asked for, so there the rounding is done on the bits first.
+    """
+    if EMULATE_BFLOAT16 and dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.uint32, bitcast=True)
+        b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000
+        b_x = tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)
+    return b_x.to(dtype)
+
+
+@triton.jit
+def attend_block(
+    b_q: Any, b_k: Any, b_v: Any, m_s: Any, b_max: Any, b_sum: Any, b_acc: Any, scale_log2: Any,
+    EMULATE_BFLOAT16: tl.constexpr,
+) -> Any:
+    """Attend rows `b_q` [BM, BD] to one block of keys `b_k` [BD, BN] and values `b_v` [BN, BD]: one step of online softmax.
+
+    `m_s` [BM or 1, BN] says which key each row may see. The running state is, in units of `log2`, the greatest score
+    `b_max` [BM] (-inf before the first visible key), the sum `b_sum` [BM] of `exp2(score - b_max)`, and the values
+    weighted likewise, `b_acc` [BM, BD]; all float32. Returns the new state.
+    """
+    if EMULATE_BFLOAT16:
+        b_s = tl.dot(b_q.to(tl.float32), b_k.to(tl.float32), input_precision="ieee")
+    else:
+        b_s = tl.dot(b_q, b_k, input_precision="ieee")
+    b_s = tl.where(m_s, b_s * scale_log2, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    # A row that has seen no key yet has -inf here; 0 in its place keeps -inf - -inf out of the exponents.
+    b_pivot = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_pivot[:, None])
+    b_decay = tl.exp2(b_max - b_pivot)
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    b_acc = b_acc * b_decay[:, None]
+    b_p = narrow(b_p, b_v.dtype, EMULATE_BFLOAT16)
+    if EMULATE_BFLOAT16:
+        b_acc += tl.dot(b_p.to(tl.float32), b_v.to(tl.float32), input_precision="ieee")
+    else:
+        b_acc += tl.dot(b_p, b_v, input_precision="ieee")
+    return b_new, b_sum, b_acc
+
+
+@triton.jit
+def attend_pages(
+    b_q: Any, p_table: Any, p_pages: Any, start: Any, end: Any, b_max: Any, b_sum: Any, b_acc: Any,
+    stride_slot: Any, stride_plane: Any, stride_token: Any, scale_log2: Any,
+    D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr,
+) -> Any:
+    """Attend rows `b_q` to the tokens `start` to `end` (exclusive) of one sequence's pages, for one key/value head.
+
+    `p_table` points to the sequence's row of the block table, `p_pages` to the head's first element in slot 0. A
+    negative page id is a page that is not in this memory: its tokens are passed over. Returns the state as `attend_block`.
+    """
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    for i_n in range(start, end, BN):
+        o_n = i_n + tl.arange(0, BN)
+        m_n = o_n < end
+        b_page = tl.load(p_table + o_n // PAGE, mask=m_n, other=-1)
+        m_n = m_n & (b_page >= 0)
+        # In int64: a slot of a large arena lies further than 2**31 elements away.
+        o_kv = b_page.to(tl.int64) * stride_slot + (o_n % PAGE) * stride_token
+        b_k = tl.load(p_pages + o_kv[None, :] + o_d[:, None], mask=m_n[None, :] & m_d[:, None], other=0.0)
+        b_v = tl.load(
+            p_pages + stride_plane + o_kv[:, None] + o_d[None, :], mask=m_n[:, None] & m_d[None, :], other=0.0
+        )
+        b_max, b_sum, b_acc = attend_block(
+            b_q, b_k, b_v, m_n[None, :], b_max, b_sum, b_acc, scale_log2, EMULATE_BFLOAT16
+        )
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def finish(b_max: Any, b_sum: Any, b_acc: Any) -> Any:
+    """Output [BM, BD] and natural-log LSE [BM] of a state, both float32; 0 and -inf for a row that saw no key."""
+    b_empty = b_sum == 0.0
+    b_sum = tl.where(b_empty, 1.0, b_sum)
+    b_out = b_acc / b_sum[:, None]
+    b_lse = tl.where(b_empty, float("-inf"), (b_max + tl.log2(b_sum)) * 0.6931471805599453)
+    return b_out, b_lse

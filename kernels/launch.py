@@ -1,0 +1,84 @@
+"""How kernels are launched: in which form they are compiled, and whether this process interprets them.
+
+Everything here is host code. Device functions that kernels share are in `hicache.kernels.language`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Final
+
+import torch
+import triton
+
+from hicache.kernels.errors import BadArgument
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether `TRITON_INTERPRET=1` was set when the kernels were imported: they then run on CPU tensors, in numpy."""
+
+EMULATE_BFLOAT16 = INTERPRETED
+"""The constexpr of that name. The interpreter keeps bfloat16 as bit patterns in `uint16` and computes with the patterns,
+silently; with this flag kernels cast to float32 before they compute and round by hand before they narrow. Off on a GPU,
+where the casts would only cost registers."""
+
+LOG2_E: Final = 1.4426950408889634
+"""Kernels use `exp2`, the instruction the hardware has; scores are scaled by this once, with the softmax scale."""
+
+
+class Path(Enum):
+    """Which of the two implementations does the work."""
+
+    TORCH = "torch"
+    """Operators of torch, on the CPU."""
+    TRITON = "triton"
+    """The Triton kernels: on CUDA, or interpreted on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled form of a kernel: what the wrapper launches and what the compile report compiles."""
+
+    constants: dict[str, int]
+    """Values of the kernel's constexpr parameters, except `EMULATE_BFLOAT16`."""
+    num_warps: int
+    num_stages: int
+
+
+def options(variant: Variant) -> dict[str, int | bool]:
+    """Compiler options of a variant. Fusing of multiply and add is pinned: Triton's default for it is about to change."""
+    return {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+
+
+def require_launchable(argument: str, device: torch.device) -> None:
+    """Refuse a device on which no Triton kernel runs in this process."""
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        raise BadArgument(
+            argument, f"is on {device}; the Triton kernels need CUDA, or the CPU with TRITON_INTERPRET=1 set"
+        )
+
+
+def choose_path(argument: str, device: torch.device, path: Path | None) -> Path:
+    """The path to take for tensors on `device`: kernels on CUDA and torch on the CPU, unless the caller chose.
+
+    Raises `BadArgument` where the caller's choice cannot work there.
+    """
+    if path is None:
+        path = Path.TORCH if device.type == "cpu" else Path.TRITON
+    if path is Path.TRITON:
+        require_launchable(argument, device)
+    elif device.type != "cpu":
+        raise BadArgument(argument, f"is on {device}; the torch path works on the CPU")
+    return path
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least `n`, for `n >= 1`."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 1 for the CPU, where the interpreter runs programs one by one."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
