@@ -442,15 +442,17 @@ class Lane:
         return batch
 
     async def _carry_out(self, batch: list[tuple[Transfer, int]]) -> None:
-        # Neighbours in the order in which they lie in the slower or foreign tier; the host is memory and does not mind.
+        # In the order in which they lie in the tier beside the host; memory does not mind.
         batch.sort(key=lambda page: self._copier.place(page[0].pages[page[1]]))
         outcomes = [Outcome.ERROR] * len(batch)
         try:
-            found = await self._copier.copy([transfer.pages[index] for transfer, index in batch])
-            if len(found) != len(batch):
-                raise AssertionError(f"{self.name}: {len(found)} outcomes for {len(batch)} pages")
-            outcomes = found
-        except Exception as error:
+            outcomes = await self._copier.copy([transfer.pages[index] for transfer, index in batch])
+        except (Exception, asyncio.CancelledError) as error:
+            # A tier may let the cancellation of some future of its own escape. That is its bug; if this task is being
+            # cancelled it is not.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
             self._count_unexpected(f"{self.name}: a copy raised instead of reporting", error)
         finally:
             self._settle(batch, outcomes)
@@ -478,7 +480,7 @@ class Lane:
         self._work.set()
         self._check_drained()
 
-    def _count_unexpected(self, what: str, error: Exception) -> None:
+    def _count_unexpected(self, what: str, error: BaseException) -> None:
         self._unexpected += 1
         # With doubling gaps, so that a tier which always raises does not fill the log.
         if self._unexpected & (self._unexpected - 1) == 0:
@@ -646,7 +648,8 @@ class _IntoHost:
             for page in (pages[i] for i in live)
         ]
         if reads:
-            for i, outcome in zip(live, await self._source.read(reads), strict=True):
+            # Paired before anything is declared: a tier that reports too little is believed in nothing.
+            for i, outcome in list(zip(live, await self._source.read(reads), strict=True)):
                 page = pages[i]
                 if outcome is Outcome.OK:
                     outcome = host.declare(page.target_slot, page.target_generation, page.identity)

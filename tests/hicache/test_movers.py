@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hicache.clock import ManualClock
 from hicache.errors import BadRequest
 from hicache.movers import Lane, LaneStats, PageMove, Priority, Transfer, TransferResult
 from hicache.tier import HOST, NVME, Outcome, PageRead, PageWrite
@@ -592,6 +593,24 @@ def test_waiting_for_room_ends_at_the_deadline() -> None:
     run_simulated(main, 0)
 
 
+def test_deadlines_are_those_of_the_clock_not_of_the_loop() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world)
+        clock = ManualClock()
+        lane = Lane(rig.source, rig.target, clock=clock, max_queued_pages=2)
+        queued = await lane.submit(rig.pages(2), priority=DEMAND, deadline=5.0)
+        # Waiting for room ends by the loop's time, whatever the clock says, and never overfills the queue.
+        waited = await lane.submit(rig.pages(1), priority=DEMAND, deadline=8.0)
+        assert waited.result == TransferResult((None,), seconds=0.0, unwanted=False)
+        await asyncio.sleep(100.0)
+        assert queued.result is None
+        clock.advance(5.0)
+        assert await queued.wait() == TransferResult((None, None), seconds=5.0, unwanted=False)
+        assert world.monotonic() < 114.0
+
+    run_simulated(main, 0)
+
+
 def test_a_deadline_that_has_passed_already_is_not_begun() -> None:
     async def main(world: World) -> None:
         rig = Rig(world)
@@ -822,26 +841,40 @@ class ShortTier(SimulatedTier):
         return (await super().read(pages))[:-1]
 
 
-def test_a_tier_that_reports_too_little_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+class CancellingTier(SimulatedTier):
+    """Lets the cancellation of a future of its own escape."""
+
+    async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(1.0, future.cancel)
+        await future
+        return []
+
+
+@pytest.mark.parametrize("kind", [ShortTier, CancellingTier])
+def test_a_tier_that_reports_nonsense_is_not_believed_and_kills_no_worker(
+    kind: type[SimulatedTier], caplog: pytest.LogCaptureFixture
+) -> None:
     async def main(world: World) -> None:
         rig = Rig(world)
-        short = ShortTier(NVME, page_bytes=PAGE_BYTES, capacity_pages=256)
+        broken = kind(NVME, page_bytes=PAGE_BYTES, capacity_pages=256)
         pages = rig.pages(2)
         for page in pages:
-            [slot] = short.allocate(1).tolist()
-            short.fill(slot, page.identity, stamped(page.identity))
+            [slot] = broken.allocate(1).tolist()
+            broken.fill(slot, page.identity, stamped(page.identity))
             assert slot == page.source_slot
-        lane = Lane(short, rig.host, clock=world)
+        lane = Lane(broken, rig.host, clock=world, num_workers=1)
         async with asyncio.TaskGroup() as group:
             group.create_task(lane.run())
-            transfer = await lane.submit(pages, priority=DEMAND)
-            assert (await transfer.wait()).outcomes == (ERROR, ERROR)
+            for _ in range(2):
+                transfer = await lane.submit(pages, priority=DEMAND)
+                assert (await transfer.wait()).outcomes == (ERROR, ERROR)
             await lane.close(drain_until=None)
-        assert lane.stats.unexpected == 1
+        assert lane.stats.unexpected == 2
+        assert [rig.host.holds(page.target_slot) for page in pages] == [None, None]
 
     run_simulated(main, 0)
-    assert "too little" not in caplog.text
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
 
 
 def test_a_callback_that_raises_costs_nobody_else_his(caplog: pytest.LogCaptureFixture) -> None:
