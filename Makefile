@@ -32,25 +32,28 @@ demo: $(READY) ## show hicache doing its job on a real model and real documents
 
 .PHONY: test
 test: $(READY) ## run the tests and the examples in the docstrings
-	$(PYTEST) -m "not gpu and not faults" tests
-	$(PYTEST) --doctest-modules hicache/*.py hicache/policy
+	$(PYTEST) -m "not gpu and not faults"
 
 .PHONY: faults
 faults: $(READY) ## run the tests that inject faults into files, devices and processes
-	$(PYTEST) -m "faults and not gpu" tests
+	$(PYTEST) -m "faults and not gpu"
 
 .PHONY: check
 check: $(READY) ## lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+.PHONY: bench
+bench: $(READY) ## run the demo and keep its figures in bench.json
+	$(BIN)/hicache demo --json bench.json $(DEMO_ARGS)
+
 .PHONY: soak
 soak: $(READY) ## run the random tests with many more and ever new examples (an hour or more)
-	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200 tests
+	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200
 
 .PHONY: clean
 clean: ## remove .venv and everything that tools have left behind
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-data
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-data bench.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is older than its inputs after a pull that changes them; pip then installs only what differs.
