@@ -78,8 +78,16 @@ class PositionScheme:
         ])
 
 
+class _Memo:
+    """A place for what is computed once. No field: it takes no part in equality, hashing, copying or the encoding."""
+
+    __slots__ = ("_digest",)
+
+    _digest: bytes
+
+
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(_Memo):
     """The identity record: what must agree, beside tokens, before a page may be served.
 
     Raises `BadRequest` naming the field when a text or digest is too long, a count is below 1, or a required field
@@ -145,7 +153,12 @@ class Namespace:
     @property
     def digest(self) -> bytes:
         """SHA-256 of the encoded record, 32 bytes."""
-        return hashlib.sha256(self.encode()).digest()
+        try:
+            return self._digest
+        except AttributeError:
+            # Asked for on every lookup, so computed once; what it depends on is frozen.
+            object.__setattr__(self, "_digest", hashlib.sha256(self.encode()).digest())
+            return self._digest
 
     def _fields(self) -> Iterator[bytes]:
         # The order is the tag order: append only, never reorder.

@@ -108,7 +108,7 @@ class HiRadixTree:
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
     ) -> None:
-        if not isinstance(page_size, int) or not 1 <= page_size <= MAX_PAGE_SIZE:
+        if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
             raise BadRequest("page_size", f"{page_size!r} is not within 1 to {MAX_PAGE_SIZE} tokens")
         if not 1 <= len(tiers) <= MAX_TIERS:
             raise BadRequest("tiers", f"{len(tiers)} tiers are not within 1 to {MAX_TIERS}")
@@ -158,7 +158,7 @@ class HiRadixTree:
         """
         packed = view_tokens(tokens)
         num_bytes = len(packed) * TOKEN_BYTES
-        root = self._roots.get(namespace.digest)
+        root = self._roots.get(_digest_of(namespace))
         if root is None or not num_bytes:
             check_ids("tokens", packed)
             return Match((), 0, 0, None)
@@ -374,8 +374,16 @@ class HiRadixTree:
         new_slots = pack_slots(slots, num_pages - first_page).tobytes()
         page_bytes = self._page_bytes
         raw = raw_bytes(packed)
-        root = self._roots.get(namespace.digest)
-        path, position, inside = self._descend(root, raw, packed.nbytes) if root is not None else ([], 0, 0)
+        digest = _digest_of(namespace)
+        root = self._roots.get(digest)
+        path: list[Node] = []
+        position = inside = 0
+        if root is None:
+            if namespace.layout.page_size != self.page_size:
+                problem = f"its pages have {namespace.layout.page_size} tokens, the tree's have {self.page_size}"
+                raise BadRequest("namespace", problem)
+        else:
+            path, position, inside = self._descend(root, raw, packed.nbytes)
         matched = position // page_bytes
         if matched < num_pages:
             check_ids("tokens", packed[position // TOKEN_BYTES :])
@@ -385,7 +393,7 @@ class HiRadixTree:
         # From here on nothing fails.
         self._advance(now)
         if root is None:
-            root = self._roots[namespace.digest] = Root(namespace.digest, namespace.tenant, self._tier_index)
+            root = self._roots[digest] = Root(digest, namespace.tenant, self._tier_index)
         node: Node = root
         if path:
             node = path[-1]
@@ -793,6 +801,7 @@ class HiRadixTree:
                 else:
                     self._free_slots(piece, target, freed)
                     self._apply(piece, target, Event.MOVE_FAILED)
+                self._refresh(piece)
                 self._release_condemned(piece, freed)
         move._nodes = pieces
         if all(ok):
@@ -932,7 +941,7 @@ class HiRadixTree:
         num_pages, num_tail = divmod(len(packed), self.page_size)
         if first_page is not None and not 0 <= first_page <= num_pages:
             raise BadRequest("first_page", f"{first_page} is not within 0 to {num_pages} pages")
-        root = self._roots.get(namespace.digest)
+        root = self._roots.get(_digest_of(namespace))
         if root is None:
             return Removed({}, 0, 0, ())
         raw = bytes(raw_bytes(packed))
@@ -979,7 +988,7 @@ class HiRadixTree:
         could not go is in `Removed.held`.
         """
         index = None if tier is None else tier_index(self._tier_index, tier)
-        digest = None if namespace is None else namespace.digest
+        digest = None if namespace is None else _digest_of(namespace)
         tops = [
             node
             for root in self._roots.values()
@@ -1078,6 +1087,13 @@ def _place(node: Node) -> tuple[Node, dict[bytes, Node]]:
     assert parent is not None, "a node that left the tree has no place"
     assert parent._children is not None, "a parent has no children"
     return parent, parent._children
+
+
+def _digest_of(namespace: Namespace) -> bytes:
+    try:
+        return namespace.digest
+    except AttributeError:
+        raise BadRequest("namespace", f"{type(namespace).__name__} is not a Namespace") from None
 
 
 def _counts(mask: int) -> int:
