@@ -74,7 +74,8 @@ class _Direction:
             except BaseException:
                 self.stream.synchronize()  # what was queued before it failed still uses the caller's buffers
                 raise
-            ended = self.stream.record_event(torch.cuda.Event(blocking=True))
+            ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # as above
+            ended.record(self.stream)
         ended.synchronize()
 
 

@@ -83,9 +83,11 @@ def test_a_fresh_pool_gives_neighbours_in_order() -> None:
 
 def test_what_was_just_freed_is_given_again_first() -> None:
     pool = SlotPool(HOST, 100)
-    pool.allocate(60)
-    pool.free(np.arange(20, 30, dtype=np.int32))
-    assert pool.allocate(10).tolist() == list(range(20, 30))
+    pool.allocate(100)
+    pool.free(np.arange(70, 76, dtype=np.int32))
+    pool.free(np.concatenate([np.arange(20, 30), [50]]).astype(np.int32))
+    assert pool.allocate(6).tolist() == list(range(20, 26))
+    assert pool.allocate(4).tolist() == list(range(26, 30))
 
 
 def test_the_run_that_fits_best_is_chosen() -> None:
