@@ -56,13 +56,19 @@ class FaultyFiles(FileIO):
         self.misdirect_by = misdirect_by
         self.flip_bit = flip_bit
         self.num_calls = 0
+        self.num_calls_when_healed = 0
         self.hits: list[str] = []
         """Names of the calls that went wrong."""
         self._lock = threading.Lock()
 
+    def arm(self, fault: Fault, at: int, *, lasting: bool = False) -> None:
+        """From here on count calls from 1 again, and fail call number `at`."""
+        self.fault, self.at, self.lasting, self.num_calls = fault, at, lasting, 0
+
     def heal(self) -> None:
         """Nothing goes wrong any more."""
         self.fault = None
+        self.num_calls_when_healed = self.num_calls
 
     def _strike(self, name: str) -> Fault | None:
         """The fault that this call has, if any."""

@@ -1,19 +1,27 @@
 """What the tests of the NVMe tier share: small stores in directories of their own, and a way around the tier."""
 
+import asyncio
 import itertools
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from hicache.tier import Tier
+import numpy as np
+
+from hicache.tier import LayerRead, Outcome, PageIdentity, PageRead, Tier
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import Geometry, PageShape
+from tests.stamps import stamp
+from tests.tiers.contract import GUARD, write_of
+from tests.tiers.faulty_files import Fault, FaultyFiles
 
 PAGE_SIZE = 4
 """Tokens of the pages that `tests.stamps.identity_chain` makes."""
+DATA_CALLS = ("preadv", "pwritev")
+"""Calls of the seam that move pages."""
 LANES = {"read_lanes": 4, "write_lanes": 4, "layer_lanes": 2}
 
 
@@ -21,6 +29,10 @@ def shape_of(page_bytes: int, num_layers: int = 3) -> PageShape:
     """A page of so many bytes with layers of unequal, odd lengths."""
     cuts = [page_bytes * layer // num_layers for layer in range(num_layers + 1)]
     return PageShape(tuple(stop - start for start, stop in itertools.pairwise(cuts)), PAGE_SIZE)
+
+
+SMALL = shape_of(12_288)
+"""Three whole blocks in three layers."""
 
 
 def capacity_for(shape: PageShape, num_pages: int, *, slots_per_segment: int) -> tuple[int, int]:
@@ -78,3 +90,51 @@ def write_raw(tier: Tier, slot: int, start: int, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# ---- pages and layers of `SMALL`
+
+
+def data_faults(fault: Fault | None = None, at: int = 0, *, flip_bit: int = 0) -> FaultyFiles:
+    """Files whose reads and writes count."""
+    return FaultyFiles(
+        fault, at, counts=DATA_CALLS.__contains__, misdirect_by=SMALL.slot_bytes, flip_bit=flip_bit
+    )
+
+
+async def read_all(
+    tier: NvmeTier, slots: Sequence[int], identities: Sequence[PageIdentity], *, together: bool
+) -> list[Outcome]:
+    """Read the pages in one call or each in its own. What is `OK` has the right bytes."""
+    buffers = [np.full(tier.page_bytes, GUARD, np.uint8) for _ in slots]
+    reads = [
+        PageRead(slot, tier.generation(slot), identity, buffer.data)
+        for slot, identity, buffer in zip(slots, identities, buffers, strict=True)
+    ]
+    outcomes = await tier.read(reads) if together else [(await tier.read([read]))[0] for read in reads]
+    for outcome, identity, buffer in zip(outcomes, identities, buffers, strict=True):
+        if outcome is Outcome.OK:
+            assert np.array_equal(buffer, stamp(identity, tier.page_bytes))
+    return outcomes
+
+
+async def read_layers(tier: NvmeTier, slots: Sequence[int], identities: Sequence[PageIdentity]) -> list[Outcome]:
+    """Read every layer of the pages. What is `OK` has the right bytes."""
+    reads, expected = [], []
+    for slot, identity in zip(slots, identities, strict=True):
+        page = stamp(identity, tier.page_bytes)
+        for layer, (start, stop) in enumerate(SMALL.layer_ranges):
+            into = np.full(stop - start, GUARD, np.uint8)
+            reads.append(LayerRead(slot, tier.generation(slot), identity, layer, into.data))
+            expected.append((into, page[start:stop]))
+    outcomes = await asyncio.to_thread(tier.start_layer_reads(reads).wait, 60)
+    for outcome, (into, right) in zip(outcomes, expected, strict=True):
+        if outcome is Outcome.OK:
+            assert np.array_equal(into, right)
+    return outcomes
+
+
+async def write_all(tier: NvmeTier, slots: Sequence[int], identities: Sequence[PageIdentity]) -> list[Outcome]:
+    return await tier.write(
+        [write_of(tier, slot, identity) for slot, identity in zip(slots, identities, strict=True)]
+    )

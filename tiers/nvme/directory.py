@@ -231,8 +231,11 @@ def _version_of_segment(files: FileIO, directory: StoreDirectory, name: str) -> 
 
 def _check_room(files: FileIO, path: str, geometry: Geometry, old: Sequence[_OldFile]) -> None:
     space = files.statvfs(path)
+    if not space.f_blocks:
+        # A file system that does not say how large it is; what does not fit shows when it is allocated or written.
+        return
     free = space.f_bavail * space.f_frsize + sum(each.num_bytes for each in old if each.ours)
-    if geometry.total_bytes + OVERHEAD_BYTES > free:
+    if geometry.total_bytes > free:
         raise BadRequest(
             "capacity_bytes",
             f"{geometry.total_bytes} bytes of segments do not fit into the {free} bytes that are free at {path}",
