@@ -558,6 +558,41 @@ def test_c22_of_two_that_start_at_once_exactly_one_wins(tmp_path: Path) -> None:
         assert sorted(let_end(process) for process in pair) == [0, 3]
 
 
+def test_c22_two_that_make_the_directory_at_once_do_not_take_it_from_each_other(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    others: list[NvmeTier] = []
+
+    class OtherIsFirst(FaultyFiles):
+        """Another instance comes just before one of our calls."""
+
+        before = ""
+
+        def _strike(self, name: str) -> Fault | None:
+            if name == self.before and not others:
+                others.append(open_tier(directory))
+            return super()._strike(name)
+
+    for before in ("mkdir", "open", "lock"):
+        files = OtherIsFirst()
+        files.before = before
+        with pytest.raises(TierUnavailable, match="in use"):
+            open_tier(directory, files=files)
+        assert sorted(os.listdir(directory)) == [*SEGMENTS, MANIFEST]
+        close(others.pop())
+        open_and_close(directory)
+        shutil.rmtree(directory)
+
+
+def test_c22_a_directory_that_another_holds_is_not_removed_by_who_made_it(tmp_path: Path) -> None:
+    class Held(FaultyFiles):
+        def lock(self, fd: int) -> None:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+
+    with pytest.raises(TierUnavailable, match="in use"):
+        open_tier(tmp_path / "store", files=Held())
+    assert os.listdir(tmp_path / "store") == []
+
+
 # ---- poor file systems
 
 

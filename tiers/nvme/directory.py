@@ -89,7 +89,7 @@ def open_directory(path: str, *, tier: str, geometry: Geometry, files: FileIO, h
     version, or cannot be opened; `BadRequest` for a capacity beyond the free space. Nothing has been created or
     altered then.
     """
-    made = False
+    made = locked = False
     opened: StoreDirectory | None = None
     try:
         made = _exists_or_make(files, path, tier, geometry)
@@ -97,17 +97,19 @@ def open_directory(path: str, *, tier: str, geometry: Geometry, files: FileIO, h
         opened = StoreDirectory(path, fd, secrets.token_bytes(STORE_ID_BYTES))
         _check_owner(files.fstat(fd), path, tier)
         _lock(files, opened, tier)
+        locked = True
         manifest = _check_manifest(files, opened, tier)
         old = _old_segments(files, opened, tier, known=manifest is _Manifest.WHOLE)
         _check_room(files, path, geometry, old)
         _fill(files, opened, geometry, health, old=old, damaged=manifest is _Manifest.DAMAGED)
         return opened
     except BaseException as error:
-        if opened is not None:
-            close_directory(files, opened)
-        if made:
+        if made and (locked or opened is None):
+            # Whoever holds the lock instead may be about to fill the directory that was made here.
             with contextlib.suppress(OSError):
                 files.rmdir(path)
+        if opened is not None:
+            close_directory(files, opened)
         if isinstance(error, OSError):
             raise TierUnavailable(tier, f"{path}: {error.strerror or error}") from error
         raise
@@ -135,8 +137,9 @@ def _exists_or_make(files: FileIO, path: str, tier: str, geometry: Geometry) -> 
         except FileNotFoundError:
             raise TierUnavailable(tier, f"{path}: neither it nor the directory around it exists") from None
         _check_room(files, parent, geometry, ())
-        files.mkdir(path)
-        return True
+        with contextlib.suppress(FileExistsError):
+            files.mkdir(path)
+            return True
     return False
 
 

@@ -35,7 +35,7 @@ class Finding(Enum):
     DEVICE_ERROR = "device_error"
     """The device failed, with an errno."""
     CLOSED = "closed"
-    """The tier was closed."""
+    """The tier was closed, or the system gives it no thread."""
     BUG = "bug"
     """A copy raised what no device raises; logged with its traceback."""
 
@@ -76,10 +76,6 @@ class Counters:
         with self._lock:
             self._counts[operation, finding] += 1
             self._bytes[operation] += num_bytes
-
-    def count(self, operation: Operation, finding: Finding) -> int:
-        with self._lock:
-            return self._counts[operation, finding]
 
     def snapshot(self) -> dict[str, int]:
         """All counters that are not zero, by names like `read.bad_payload` and `write.bytes`."""
