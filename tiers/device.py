@@ -11,7 +11,7 @@ from torch import Tensor
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.layout import AttentionKind, KVLayout, PageOrder
 from hicache.tier import DEVICE, Outcome, PageRead, PageWrite, TierId
-from hicache.tiers.device_copy import CpuCopier, CudaCopier, PageCopier
+from hicache.tiers.device_copy import CpuCopier, PageCopier, cuda_copier
 from hicache.tiers.memory import MemoryTier, capacity_in_pages
 from hicache.tiers.memory_limits import available_bytes
 
@@ -70,7 +70,7 @@ class DeviceTier(MemoryTier):
         self._rows: list[Tensor] = [
             layer.view(-1, group.num_kv_heads * group.head_dim * layout.dtype.itemsize) for layer in pool
         ]
-        self._copier: PageCopier = CpuCopier(pool) if on_cpu else CudaCopier(pool, self.device)
+        self._copier: PageCopier = CpuCopier(pool) if on_cpu else cuda_copier(pool)
         if num_threads is None:
             num_threads = min(MAX_COPY_THREADS, os.cpu_count() or 1) if on_cpu else CUDA_THREADS
         super().__init__(

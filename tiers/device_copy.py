@@ -5,7 +5,7 @@ A copier is called from pool threads, from several at once, but never twice at o
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -56,62 +56,76 @@ class CpuCopier:
         np.copyto(self._pool[:, target_slot], self._pool[:, source_slot])
 
 
-class _Direction:
-    """A stream with a staging buffer that only it uses: work queued under the lock stays together and in order."""
+class StagingQueue(Protocol):
+    """A buffer of whole pages beside the pool, and an order in which work on it is done."""
 
-    def __init__(self, device: torch.device, num_pages: int, page_bytes: int) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it without types
-        self.staging = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
-        self._lock = threading.Lock()
+    @property
+    def staging(self) -> Tensor:
+        """uint8 `[pages, page_bytes]`, on the pool's device."""
+        ...
 
     def run(self, queue_work: Callable[[], None]) -> None:
-        """Queue work behind everything that the default stream has been given by now, and wait until it has ended."""
-        with self._lock, torch.cuda.stream(self.stream):
-            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+        """Do what `queue_work` queues, undisturbed by other calls; returns when it has ended. Any thread."""
+        ...
+
+
+class CudaQueue:
+    """A stream of its own with a staging buffer that only it uses."""
+
+    def __init__(self, device: torch.device, num_pages: int, page_bytes: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it without types
+        self._staging = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        self._lock = threading.Lock()
+
+    @property
+    def staging(self) -> Tensor:
+        return self._staging
+
+    def run(self, queue_work: Callable[[], None]) -> None:
+        """The work begins after everything that the default stream has been given by now."""
+        with self._lock, torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
             try:
                 queue_work()
             except BaseException:
-                self.stream.synchronize()  # what was queued before it failed still uses the caller's buffers
+                self._stream.synchronize()  # what was queued before it failed still uses the caller's buffers
                 raise
+            # A blocking event: the thread sleeps until the copy has ended instead of asking over and over.
             ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # as above
-            ended.record(self.stream)
+            ended.record(self._stream)
         ended.synchronize()
 
 
-class CudaCopier:
-    """The pool on a GPU. Buffers in registered memory are copied by DMA, others through the driver's own staging."""
+class StagedCopier:
+    """The pool on a GPU: each page passes whole through a staging buffer, where a kernel takes it apart or together.
 
-    def __init__(self, pool: Tensor, device: torch.device) -> None:
+    A page in registered memory is then one DMA; other memory goes through the driver's own buffers. Each direction has
+    its own queue, so that pages coming in and pages going out do not wait for each other.
+    """
+
+    def __init__(self, pool: Tensor, inward: StagingQueue, outward: StagingQueue) -> None:
         from hicache.kernels import gather  # Triton, which pages in CPU memory need not load
 
-        self._gather = gather
-        num_layers, _, layer_bytes = pool.shape
-        page_bytes = num_layers * layer_bytes
+        self._kernels = gather
         self._pool = pool
         self._pages = gather.LayerPages.of(list(pool))
-        self._batch = max(1, STAGING_BYTES // page_bytes)
-        self._inward = _Direction(device, self._batch, page_bytes)
-        self._outward = _Direction(device, self._batch, page_bytes)
-        self._rows = torch.arange(self._batch, device=device)
+        self._inward = inward
+        self._outward = outward
 
     def copy_in(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         def queue_work() -> None:
-            for start in range(0, len(pages), self._batch):
-                batch = pages[start : start + self._batch]
-                staging = self._inward.staging[: len(batch)]
+            for batch, staging, slots, rows in self._batches(pages, self._inward.staging):
                 for row, (_, data) in zip(staging, batch, strict=True):
                     row.copy_(_as_tensor(data), non_blocking=True)
-                self._gather.scatter_pages(staging, self._rows[: len(batch)], self._pages, self._slots(batch))
+                self._kernels.scatter_pages(staging, rows, self._pages, slots)
 
         self._inward.run(queue_work)
 
     def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         def queue_work() -> None:
-            for start in range(0, len(pages), self._batch):
-                batch = pages[start : start + self._batch]
-                staging = self._outward.staging[: len(batch)]
-                self._gather.gather_pages(self._pages, self._slots(batch), staging, self._rows[: len(batch)])
+            for batch, staging, slots, rows in self._batches(pages, self._outward.staging):
+                self._kernels.gather_pages(self._pages, slots, staging, rows)
                 for row, (_, into) in zip(staging, batch, strict=True):
                     _as_tensor(into).copy_(row, non_blocking=True)
 
@@ -123,8 +137,22 @@ class CudaCopier:
 
         self._inward.run(queue_work)
 
-    def _slots(self, pages: Sequence[tuple[int, memoryview]]) -> Tensor:
-        return torch.tensor([slot for slot, _ in pages], device=self._pool.device)
+    def _batches(
+        self, pages: Sequence[tuple[int, memoryview]], staging: Tensor
+    ) -> Iterator[tuple[Sequence[tuple[int, memoryview]], Tensor, Tensor, Tensor]]:
+        """As many pages at a time as fit: the pages, their part of the staging buffer, their slots, and the buffer's
+        rows. Work on one batch is queued before the next is asked for, and done in that order."""
+        for start in range(0, len(pages), len(staging)):
+            batch = pages[start : start + len(staging)]
+            slots = torch.tensor([slot for slot, _ in batch], device=staging.device)
+            yield batch, staging[: len(batch)], slots, torch.arange(len(batch), device=staging.device)
+
+
+def cuda_copier(pool: Tensor) -> StagedCopier:
+    """The copier of a pool on a GPU, with two queues and `STAGING_BYTES` for each."""
+    page_bytes = pool.shape[0] * pool.shape[2]
+    num_pages = max(1, STAGING_BYTES // page_bytes)
+    return StagedCopier(pool, *(CudaQueue(pool.device, num_pages, page_bytes) for _ in range(2)))
 
 
 def _as_tensor(buffer: memoryview) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hicache.errors import BadRequest, TierUnavailable
+from hicache.kernels.gather import LayerPages, gather_pages_reference, scatter_pages_reference
 from hicache.layout import AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
 from hicache.tier import Outcome, SupportsDeclare, SupportsPageCopy, Tier
 from hicache.tiers.device import DeviceTier
@@ -97,6 +98,29 @@ class TestDevicePages:
                     for slot in (0, 3):
                         assert not pool[slot].view(torch.uint8).any()
                 for slot, identity in zip(slots.tolist(), identities, strict=True):
+                    await expect_page(tier, slot, identity)
+
+        run(main())
+
+    def test_the_form_of_pages_is_that_of_the_kernels(self) -> None:
+        layout = small_layout(KVDtype.BFLOAT16)
+
+        async def main() -> None:
+            async with opened(layout, 6, self.device) as tier:
+                identities = identity_chain(3)
+                slots = tier.allocate(6)[[4, 1, 5]]
+                pages = LayerPages.of([tier.layer(layer) for layer in range(3)])
+                page_ids = torch.from_numpy(slots).to(self.device)
+                rows = torch.arange(3, dtype=torch.int32, device=self.device)
+                await store(tier, slots, identities)
+                gathered = torch.zeros(3, layout.page_bytes, dtype=torch.uint8, device=self.device)
+                gather_pages_reference(pages, page_ids, gathered, rows)
+                for row, identity in zip(gathered, identities, strict=True):
+                    assert row.cpu().numpy().tobytes() == stamp(identity, layout.page_bytes).tobytes()
+                # And back: what the kernels' reference scatters is what the tier reads.
+                scatter_pages_reference(gathered.flip(0), rows, pages, page_ids)
+                for slot, identity in zip(slots.tolist(), reversed(identities), strict=True):
+                    assert tier.declare(slot, 0, identity) is Outcome.OK
                     await expect_page(tier, slot, identity)
 
         run(main())

@@ -1,0 +1,87 @@
+"""Copiers between layer-first pools and page-first buffers: all of them move the same bytes.
+
+The staged copier is meant for a GPU; here its pool and staging buffers are CPU memory and its queues immediate, so that
+batching and the kernels' CPU path are what is tested.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from hicache.tiers.device_copy import CpuCopier, PageCopier, StagedCopier
+
+NUM_LAYERS, NUM_PAGES, LAYER_BYTES = 3, 11, 40
+PAGE_BYTES = NUM_LAYERS * LAYER_BYTES
+
+
+class Immediate:
+    """Work is done when it is queued."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.staging = torch.full((num_pages, PAGE_BYTES), 0x5A, dtype=torch.uint8)
+        self.num_runs = 0
+
+    def run(self, queue_work: Callable[[], None]) -> None:
+        self.num_runs += 1
+        queue_work()
+
+
+def staged(pool: Tensor) -> PageCopier:
+    return StagedCopier(pool, Immediate(4), Immediate(3))
+
+
+def random_pool(seed: int) -> Tensor:
+    bits = np.random.default_rng(seed).integers(0, 256, (NUM_LAYERS, NUM_PAGES, LAYER_BYTES))
+    return torch.from_numpy(bits.astype(np.uint8))
+
+
+def page_of(pool: Tensor, slot: int) -> npt.NDArray[np.uint8]:
+    return np.concatenate([layer[slot] for layer in pool.numpy()])
+
+
+@pytest.mark.parametrize("make", [CpuCopier, staged])
+@pytest.mark.parametrize("num_pages", [0, 1, 3, 4, 5, 11])
+def test_pages_come_in_and_go_out(make: Callable[[Tensor], PageCopier], num_pages: int) -> None:
+    pool, source = random_pool(0), random_pool(1)
+    before = pool.clone()
+    copier = make(pool)
+    slots = np.random.default_rng(num_pages).permutation(NUM_PAGES)[:num_pages].tolist()
+    copier.copy_in([(slot, memoryview(page_of(source, slot).tobytes())) for slot in slots])
+    for slot in range(NUM_PAGES):
+        assert np.array_equal(page_of(pool, slot), page_of(source if slot in slots else before, slot))
+    buffers = [np.zeros(PAGE_BYTES, np.uint8) for _ in slots]
+    copier.copy_out([(slot, buffer.data) for slot, buffer in zip(slots, buffers, strict=True)])
+    for slot, buffer in zip(slots, buffers, strict=True):
+        assert np.array_equal(buffer, page_of(source, slot))
+
+
+@pytest.mark.parametrize("make", [CpuCopier, staged])
+def test_one_slot_goes_out_to_several_buffers(make: Callable[[Tensor], PageCopier]) -> None:
+    pool = random_pool(0)
+    buffers = [np.zeros(PAGE_BYTES, np.uint8) for _ in range(5)]
+    make(pool).copy_out([(2, buffer.data) for buffer in buffers])
+    for buffer in buffers:
+        assert np.array_equal(buffer, page_of(pool, 2))
+
+
+@pytest.mark.parametrize("make", [CpuCopier, staged])
+def test_a_page_is_copied_onto_another(make: Callable[[Tensor], PageCopier]) -> None:
+    pool = random_pool(0)
+    expected = pool.clone()
+    expected[:, 7] = expected[:, 4]
+    make(pool).copy_page(4, 7)
+    assert torch.equal(pool, expected)
+
+
+def test_each_direction_has_its_own_queue() -> None:
+    inward, outward = Immediate(1), Immediate(1)
+    copier = StagedCopier(random_pool(0), inward, outward)
+    buffer = np.zeros(PAGE_BYTES, np.uint8)
+    copier.copy_out([(0, buffer.data), (1, buffer.data)])
+    assert (inward.num_runs, outward.num_runs) == (0, 1)
+    copier.copy_in([(0, buffer.data)])
+    assert (inward.num_runs, outward.num_runs) == (1, 1)
