@@ -44,6 +44,8 @@ class MemoryTier(ABC):
     A slot gets its page in one of two ways: by `write`, or in place (through whatever access the subclass gives)
     followed by `declare`. Whoever reads in place asks `check` before and, unless the slot is pinned, after.
 
+    Requests queue up for the threads without a bound of their own: the lanes bound what is in flight.
+
     Args:
         page_bytes: bytes of one page.
         capacity_pages: slots.

@@ -360,6 +360,10 @@ def test_tokens_that_autograd_watches_are_written_as_numbers() -> None:
             key = torch.ones(1, 2, 8, requires_grad=True)
             tier.write_tokens(0, torch.tensor([5]), key, key * 2)
             assert torch.equal(tier.layer(0)[1, :, 1], torch.stack([key[0], 2 * key[0]]).detach())
+            with torch.inference_mode():
+                key = torch.full((1, 2, 8), 3.0)
+                tier.write_tokens(0, torch.tensor([6]), key, key * 2)
+            assert torch.equal(tier.layer(0)[1, :, 2], torch.stack([key[0], 2 * key[0]]))
 
     run(main())
 
