@@ -1,11 +1,12 @@
 """Attention of new tokens over a context whose pages are anywhere, part by part, merged exactly.
 
 A context is a series of parts: pages in one memory each. `attend` goes over them once, in order, keeping the attention
-state of what it has seen, and attends to the new tokens themselves last. On CUDA the kernels read device pages where they
-are; on the CPU pages are gathered, a cache-sized piece at a time, and attended by torch.
+state of what it has seen, and attends to the new tokens themselves last. On CUDA the kernels read device pages where
+they are; on the CPU pages are gathered, a cache-sized piece at a time, and attended by torch.
 
 Nothing is kept of a part when the next one is asked for, so a source may reuse one buffer for all of them. On CUDA that
-holds in the order of the current stream: a source that refills a device buffer has to do so on that stream, or wait for it.
+holds in the order of the current stream: a source that refills a device buffer has to do so on that stream, or wait
+for it.
 """
 
 import threading
@@ -28,8 +29,8 @@ SCRATCH_BYTES: Final = 8 << 20
 """Keys and values that are gathered before they are attended to. Large enough that calls and merges cost little beside
 the work, small enough to be still in the cache when attention reads them."""
 _FOLD_TOKENS_MAX: Final = 64
-"""Up to so many new tokens, the query heads of a group become rows of one head: fewer, larger products on the CPU. Beyond,
-there are rows enough, and rearranging them costs more than it gains."""
+"""Up to so many new tokens, the query heads of a group become rows of one head: fewer, larger products on the CPU.
+Beyond, there are rows enough, and rearranging them costs more than it gains."""
 _STATES_MAX: Final = 8
 """States that are collected on the GPU before they are merged."""
 _CPU_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,7 +46,7 @@ class PagedPart:
     block_table: torch.Tensor
     """int32 [n], slots of the part's pages in order; each within `pages`."""
     num_tokens: int
-    """Tokens that the part has, 0 to `n * page_size`: pages are full but for the last. Slots beyond are not looked at."""
+    """Tokens that the part has, 0 to `n * page_size`: pages are full but for the last; slots beyond are not read."""
 
 
 class PartSource(Protocol):
@@ -75,10 +76,10 @@ def attend(
     multiplies the scores. Parts may be empty and on any device: those elsewhere than the query are gathered into a
     buffer beside it first, at most `SCRATCH_BYTES` at a time. They are asked for one by one, never with T = 0.
 
-    Returns output [T, HQ, D] in the query's dtype and natural-log LSE [T, HQ], float32 (float64 for float64), new tensors
-    that alias nothing. On CUDA the work is queued on the current stream. Partial results are kept and merged in float32.
-    `path` is chosen by the query's device if None. Callable from several threads. Raises `BadArgument`, in the middle of
-    the parts if one of them does not fit.
+    Returns output [T, HQ, D] in the query's dtype and natural-log LSE [T, HQ], float32 (float64 for float64), new
+    tensors that alias nothing. On CUDA the work is queued on the current stream. Partial results are kept and merged
+    in float32. `path` is chosen by the query's device if None. Callable from several threads. Raises `BadArgument`, in
+    the middle of the parts if one of them does not fit.
     """
     check_query(query, _CPU_DTYPES)
     path = launch.choose_path("query", query.device, path)
@@ -94,7 +95,9 @@ def attend(
     return _attend_torch(query, fitting, key, value, scale)
 
 
-def _checked(parts: Iterable[PagedPart], query: torch.Tensor, num_kv_heads: int) -> Iterator[tuple[PagedPart, PageShape]]:
+def _checked(
+    parts: Iterable[PagedPart], query: torch.Tensor, num_kv_heads: int
+) -> Iterator[tuple[PagedPart, PageShape]]:
     """The parts that have tokens, each checked when it comes."""
     for part in parts:
         shape = check_pages("part.pages", part.pages, query)
@@ -168,7 +171,7 @@ def _attend_torch(
     value: torch.Tensor,
     scale: float,
 ) -> AttentionState:
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
     running = _Running(_state_dtype(query))
     folded = _fold(query, num_kv_heads) if num_tokens <= _FOLD_TOKENS_MAX else None
@@ -193,7 +196,8 @@ def _attend_torch(
             buffer = _scratch.take(query.dtype, num_kv_heads, head_dim, shape.page_size)
         table, left = part.block_table, part.num_tokens
         while left:
-            # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows overwrites.
+            # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows
+            # overwrites.
             room = (buffer.shape[1] - filled) // shape.page_size
             if not room:
                 flush()
@@ -222,7 +226,7 @@ def _attend_torch(
 
 
 def _gather(pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> None:
-    """`target[i] = pages[ids[i]]`; pages [num_slots, ...] on any device, ids int32 on any, target contiguous, on the CPU."""
+    """`target[i] = pages[ids[i]]`; pages [num_slots, ...], ids on any device, target contiguous on the CPU."""
     ids = ids.to(pages.device)
     if pages.device == target.device:
         torch.index_select(pages, 0, ids, out=target)
@@ -233,10 +237,11 @@ def _gather(pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> Non
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's fused attention: query [HQ, T, D], key and value [L, H, D] with L at least 1; output [HQ, T, D], LSE [HQ, T].
+    """torch's fused attention: query [HQ, T, D], key, value [L, H, D], L at least 1; output [HQ, T, D], LSE [HQ, T].
 
     The operator dies of an empty key, hence the bound. It takes a head shared by several query heads as it is, and rows
-    and heads of any stride. Its causal mask is aligned to the first key, right where queries and keys are the same tokens.
+    and heads of any stride. Its causal mask is aligned to the first key, right where queries and keys are the same
+    tokens.
     """
     assert key.shape[0] >= 1
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

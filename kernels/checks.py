@@ -1,5 +1,6 @@
 """Checks that several wrappers share. Each raises `BadArgument` and touches nothing."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -91,5 +92,5 @@ def check_indptr(argument: str, indptr: torch.Tensor, num_tokens: int) -> None:
     if indptr.device.type != "cpu":
         return
     offsets = indptr.tolist()
-    if offsets[0] != 0 or offsets[-1] != num_tokens or any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
+    if offsets[0] != 0 or offsets[-1] != num_tokens or any(b < a for a, b in pairwise(offsets)):
         raise BadArgument(argument, f"is {offsets[:8]}..., expected offsets that rise from 0 to {num_tokens}")

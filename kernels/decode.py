@@ -39,12 +39,13 @@ def paged_decode(
 ) -> AttentionState:
     """Attend one query token of each of `B` sequences to its pages, by the Triton kernel.
 
-    query [B, HQ, D], float16, bfloat16 or float32, D contiguous. pages [num_slots, 2, page_size, H, D] of the same dtype,
-    D contiguous, any other stride: keys in plane 0, values in plane 1; HQ a multiple of H. block_tables int32
+    query [B, HQ, D], float16, bfloat16 or float32, D contiguous. pages [num_slots, 2, page_size, H, D] of the same
+    dtype, D contiguous, any other stride: keys in plane 0, values in plane 1; HQ a multiple of H. block_tables int32
     [B, max_pages]: slots of each sequence's pages in order, of which the first `ceil(seq_lens / page_size)` are read; a
     negative id is a page that is not in this memory, and its tokens are passed over: that is the residency mask.
     seq_lens int32 [B], tokens of each sequence, 0 to `max_pages * page_size`. All on one device. `scale` multiplies the
-    scores. `num_splits`: into how many parts each sequence is cut, chosen from its greatest length and the device if None.
+    scores. `num_splits`: into how many parts each sequence is cut, chosen from its greatest length and the device if
+    None.
 
     Writes into `output` [B, HQ, D], of any of these dtypes, and `lse` [B, HQ], float32, where given, and allocates them
     otherwise, the output in the query's dtype. Page ids and lengths are checked on the CPU only. Raises `BadArgument`.
@@ -139,7 +140,7 @@ def choose_num_splits(num_programs: int, max_tokens: int, num_multiprocessors: i
     lengths themselves are on the device, and asking for them would make the host wait.
     """
     wanted = triton.cdiv(2 * num_multiprocessors, max(1, num_programs))
-    return max(1, min(wanted, triton.cdiv(max_tokens, SPLIT_TOKENS_MIN), NUM_SPLITS_MAX))
+    return int(max(1, min(wanted, triton.cdiv(max_tokens, SPLIT_TOKENS_MIN), NUM_SPLITS_MAX)))
 
 
 def decode_variant(dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Variant:
@@ -151,7 +152,7 @@ def decode_variant(dtype: torch.dtype, head_dim: int, page_size: int, group: int
     return Variant({**constants, "BN": 64}, num_warps=4, num_stages=3)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _paged_decode_kernel(
     p_query: Any, p_pages: Any, p_tables: Any, p_lens: Any, p_output: Any, p_lse: Any,
     num_splits: Any, scale_log2: Any,

@@ -5,6 +5,7 @@ This is chunked prefill over a cached prefix. The batch is ragged: tokens of all
 of any size fills them without gaps.
 """
 
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -154,7 +155,7 @@ def paged_extend_reference(
     """The definition of `paged_extend`, computed and returned in `dtype`. Arguments and shapes as there."""
     state = AttentionState(torch.empty(query.shape, dtype=dtype), torch.empty(query.shape[:2], dtype=dtype))
     offsets = indptr.tolist()
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         num_new = end - start
         keys, values, visible = [], [], []
         if pages is not None and block_tables is not None and prefix_lens is not None:
@@ -189,7 +190,7 @@ def extend_variant(
     return Variant({**constants, "BM": 64, "BN": 64}, num_warps=4, num_stages=3)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _paged_extend_kernel(
     p_query: Any, p_indptr: Any, p_pages: Any, p_tables: Any, p_prefix_lens: Any, p_key: Any, p_value: Any,
     p_output: Any, p_lse: Any, scale_log2: Any,

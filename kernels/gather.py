@@ -1,12 +1,12 @@
 """Gather and scatter: pages between layer-first device memory and page-first slots.
 
-Engines and kernels want one tensor a layer; a page that is stored or sent wants to be one range of bytes. Gather collects
-the layers of scattered device pages into slots, scatter distributes slots over the layers. Bytes are copied, never
-converted. On CUDA one kernel does all pages and layers, reading or writing pinned host memory over the bus directly; on
-the CPU it is `index_select` and `index_copy_`, once a layer.
+Engines and kernels want one tensor a layer; a page that is stored or sent wants to be one range of bytes. Gather
+collects the layers of scattered device pages into slots, scatter distributes slots over the layers. Bytes are copied,
+never converted. On CUDA one kernel does all pages and layers, reading or writing pinned host memory over the bus
+directly; on the CPU it is `index_select` and `index_copy_`, once a layer.
 
-One launch with a table of the layers' addresses, rather than one launch a layer: a model has 30 to 80 layers, and a launch
-costs the host about what it takes to move a page, so that small batches would be bound by launching.
+One launch with a table of the layers' addresses, rather than one launch a layer: a model has 30 to 80 layers, and a
+launch costs the host about what it takes to move a page, so that small batches would be bound by launching.
 """
 
 import math
@@ -31,10 +31,10 @@ _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @dataclass(frozen=True)
 class LayerPages:
-    """The layer-first side: one tensor a layer, all alike, as `LayerPages.of` checked them. Build it once and keep it."""
+    """The layer-first side: one tensor a layer, all alike, as `LayerPages.of` checked them. Build it once, keep it."""
 
     layers: tuple[torch.Tensor, ...]
-    """Each uint8 [num_pages, layer_bytes], a view of the layer's memory; bytes of a page contiguous, any page stride."""
+    """Each uint8 [num_pages, layer_bytes], a view of the layer's memory; pages contiguous, any page stride."""
     addresses: torch.Tensor
     """int64 [num_layers], address of each layer's first page, on the layers' device."""
     alignment: int
@@ -42,7 +42,8 @@ class LayerPages:
 
     @classmethod
     def of(cls, layers: Sequence[torch.Tensor]) -> "LayerPages":
-        """Describe `layers`, each [num_pages, ...] of one shape, dtype, page stride and device, contiguous within a page.
+        """Describe `layers`, each [num_pages, ...] of one shape, dtype, page stride and device, contiguous within a
+        page.
 
         The tensors are viewed, not copied. Raises `BadArgument`.
         """
@@ -87,10 +88,11 @@ def gather_pages(
 ) -> None:
     """Copy every layer of the pages `page_ids` into the slots `slot_ids`: layer-first to page-first.
 
-    page_ids, slot_ids int32 or int64 [n], on the device of `pages`, no slot named twice. slots [num_slots, ...], contiguous
-    within a slot, any slot stride, any dtype: its bytes are `[layer][layer_bytes]`; layer `i` of `pages` is layer
-    `first_layer + i` of a slot. Where `pages` is on CUDA, `slots` is there too or in pinned host memory, and the copy is
-    queued on the current stream; on the CPU it is done on return. Ids are checked on the CPU only. Raises `BadArgument`.
+    page_ids, slot_ids int32 or int64 [n], on the device of `pages`, no slot named twice. slots [num_slots, ...],
+    contiguous within a slot, any slot stride, any dtype: its bytes are `[layer][layer_bytes]`; layer `i` of `pages` is
+    layer `first_layer + i` of a slot. Where `pages` is on CUDA, `slots` is there too or in pinned host memory, and the
+    copy is queued on the current stream; on the CPU it is done on return. Ids are checked on the CPU only. Raises
+    `BadArgument`.
     """
     rows = _check(pages, page_ids, slots, slot_ids, first_layer)
     if launch.choose_path("pages", pages.device, path) is Path.TRITON:
@@ -146,7 +148,7 @@ def _rows_of_bytes(argument: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() < 2 or not tensor.shape[1:].numel() or (tensor.shape[0] and not tensor[0].is_contiguous()):
         raise BadArgument(
             argument,
-            f"has shape {list(tensor.shape)} and strides {list(tensor.stride())}, expected [n, ...] with contiguous rows",
+            f"has shape {list(tensor.shape)}, strides {list(tensor.stride())}; expected [n, ...] with contiguous rows",
         )
     return tensor.view(tensor.shape[0], tensor.shape[1:].numel()).view(torch.uint8)
 
@@ -159,7 +161,7 @@ def _check(
     check_tensor("slot_ids", slot_ids, tuple(page_ids.shape), dtype=page_ids.dtype, device=pages.device)
     rows = _rows_of_bytes("slots", slots)
     if slots.device != pages.device and not (pages.device.type == "cuda" and slots.is_pinned()):
-        raise BadArgument("slots", f"is on {slots.device}, expected {pages.device}, or pinned memory where that is CUDA")
+        raise BadArgument("slots", f"is on {slots.device}, expected {pages.device} or, if that is CUDA, pinned memory")
     end = (first_layer + len(pages.layers)) * pages.layer_bytes
     if first_layer < 0 or end > rows.shape[1]:
         raise BadArgument(
@@ -186,8 +188,10 @@ def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Ten
     """`target[target_ids] = source[source_ids]`, a cache-sized piece at a time."""
     step = max(1, _STAGE_BYTES // (source.shape[1] * source.element_size()))
     # `index_copy_` takes int64 only.
-    for ids, into in zip(source_ids.split(step), target_ids.long().split(step), strict=True):
-        target.index_copy_(0, into, source.index_select(0, ids))
+    target_ids = target_ids.long()
+    for begin in range(0, source_ids.shape[0], step):
+        piece = slice(begin, begin + step)
+        target.index_copy_(0, target_ids[piece], source.index_select(0, source_ids[piece]))
 
 
 def gather_variant(alignment: int, layer_bytes: int) -> Variant:
@@ -226,7 +230,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _gather_pages_kernel(
     p_layers: Any, p_page_ids: Any, p_slots: Any, p_slot_ids: Any,
     first_layer: Any, layer_bytes: Any, stride_page: Any, stride_slot: Any,

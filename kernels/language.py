@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def narrow(b_x: Any, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) -> Any:
     """`b_x`, float32, rounded to nearest even in `dtype`.
 
-    The interpreter truncates to bfloat16 whatever rounding is asked for, so there the rounding is done on the bits first.
+    The interpreter truncates to bfloat16 whatever rounding is asked for, so there the rounding is done on the bits
+    first.
     """
     if EMULATE_BFLOAT16 and dtype == tl.bfloat16:
         b_bits = b_x.to(tl.uint32, bitcast=True)
@@ -22,12 +23,13 @@ def narrow(b_x: Any, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) -> Any
     return b_x.to(dtype)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def attend_block(
     b_q: Any, b_k: Any, b_v: Any, m_s: Any, b_max: Any, b_sum: Any, b_acc: Any, scale_log2: Any,
     EMULATE_BFLOAT16: tl.constexpr,
 ) -> Any:
-    """Attend rows `b_q` [BM, BD] to one block of keys `b_k` [BD, BN] and values `b_v` [BN, BD]: one step of online softmax.
+    """Attend rows `b_q` [BM, BD] to one block of keys `b_k` [BD, BN] and values `b_v` [BN, BD]: one step of online
+    softmax.
 
     `m_s` [BM or 1, BN] says which key each row may see. The running state is, in units of `log2`, the greatest score
     `b_max` [BM] (-inf before the first visible key), the sum `b_sum` [BM] of `exp2(score - b_max)`, and the values
@@ -53,7 +55,7 @@ def attend_block(
     return b_new, b_sum, b_acc
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def attend_pages(
     b_q: Any, p_table: Any, p_pages: Any, start: Any, end: Any, b_max: Any, b_sum: Any, b_acc: Any,
     stride_slot: Any, stride_plane: Any, stride_token: Any, scale_log2: Any,
@@ -62,7 +64,8 @@ def attend_pages(
     """Attend rows `b_q` to the tokens `start` to `end` (exclusive) of one sequence's pages, for one key/value head.
 
     `p_table` points to the sequence's row of the block table, `p_pages` to the head's first element in slot 0. A
-    negative page id is a page that is not in this memory: its tokens are passed over. Returns the state as `attend_block`.
+    negative page id is a page that is not in this memory: its tokens are passed over. Returns the state as
+    `attend_block`.
     """
     o_d = tl.arange(0, BD)
     m_d = o_d < D
@@ -83,7 +86,7 @@ def attend_pages(
     return b_max, b_sum, b_acc
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def finish(b_max: Any, b_sum: Any, b_acc: Any) -> Any:
     """Output [BM, BD] and natural-log LSE [BM] of a state, both float32; 0 and -inf for a row that saw no key."""
     b_empty = b_sum == 0.0

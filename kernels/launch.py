@@ -17,9 +17,9 @@ INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 """Whether `TRITON_INTERPRET=1` was set when the kernels were imported: they then run on CPU tensors, in numpy."""
 
 EMULATE_BFLOAT16 = INTERPRETED
-"""The constexpr of that name. The interpreter keeps bfloat16 as bit patterns in `uint16` and computes with the patterns,
-silently; with this flag kernels cast to float32 before they compute and round by hand before they narrow. Off on a GPU,
-where the casts would only cost registers."""
+"""The constexpr of that name. The interpreter keeps bfloat16 as bit patterns in `uint16` and computes with the
+patterns, silently; with this flag kernels cast to float32 before they compute and round by hand before they narrow.
+Off on a GPU, where the casts would only cost registers."""
 
 LOG2_E: Final = 1.4426950408889634
 """Kernels use `exp2`, the instruction the hardware has; scores are scaled by this once, with the softmax scale."""
@@ -45,7 +45,7 @@ class Variant:
 
 
 def options(variant: Variant) -> dict[str, int | bool]:
-    """Compiler options of a variant. Fusing of multiply and add is pinned: Triton's default for it is about to change."""
+    """Compiler options of a variant. Fusing multiply and add is pinned: Triton's default for it is about to change."""
     return {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
 
 

@@ -29,9 +29,9 @@ def merge_states(
 ) -> AttentionState:
     """Merge `n` states by the Triton kernel.
 
-    outputs [n, T, HQ, D], float16, bfloat16 or float32, any stride but in D; lses [n, T, HQ], float32, any stride but in
-    HQ; n at least 1. Writes into `output` [T, HQ, D] and `lse` [T, HQ] where given, which must not overlap the states;
-    otherwise allocates them, the output in `dtype` (that of `outputs` by default). Computes in float32.
+    outputs [n, T, HQ, D], float16, bfloat16 or float32, any stride but in D; lses [n, T, HQ], float32, any stride but
+    in HQ; n at least 1. Writes into `output` [T, HQ, D] and `lse` [T, HQ] where given, which must not overlap the
+    states; otherwise allocates them, the output in `dtype` (that of `outputs` by default). Computes in float32.
     """
     check_tensor("outputs", outputs, (None, None, None, None), dtype=FLOAT_DTYPES)
     launch.require_launchable("outputs", outputs.device)
@@ -90,7 +90,7 @@ def merge_variant(head_dim: int) -> Variant:
     return Variant({"D": head_dim, "BR": max(1, 2048 // block), "BD": block}, num_warps=4, num_stages=1)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _merge_states_kernel(
     p_outputs: Any, p_lses: Any, p_output: Any, p_lse: Any, n: Any, num_rows: Any, HQ: Any,
     stride_n: Any, stride_t: Any, stride_h: Any, stride_ln: Any, stride_lt: Any,
@@ -108,7 +108,8 @@ def _merge_states_kernel(
     p_row = p_lses + o_t * stride_lt + o_h
     b_pivot = tl.full([BR], float("-inf"), tl.float32)
     for i in range(n):
-        b_pivot = tl.maximum(b_pivot, tl.load(p_row + tl.cast(i, tl.int64) * stride_ln, mask=m_row, other=float("-inf")))
+        b_lse = tl.load(p_row + tl.cast(i, tl.int64) * stride_ln, mask=m_row, other=float("-inf"))
+        b_pivot = tl.maximum(b_pivot, b_lse)
     b_pivot = tl.where(b_pivot == float("-inf"), 0.0, b_pivot)
 
     b_sum = tl.zeros([BR], tl.float32)

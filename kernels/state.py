@@ -27,8 +27,8 @@ def attention_reference(
 ) -> AttentionState:
     """The definition: softmax attention of every query over the keys it may see, computed in `dtype`.
 
-    query [T, HQ, D]; key, value [L, H, D], head `h` shared by the query heads `h * HQ // H` and on; visible [T, L], bool.
-    Returns output [T, HQ, D] and LSE [T, HQ], both in `dtype`.
+    query [T, HQ, D]; key, value [L, H, D], head `h` shared by the query heads `h * HQ // H` and on; visible [T, L],
+    bool. Returns output [T, HQ, D] and LSE [T, HQ], both in `dtype`.
     """
     group = query.shape[1] // key.shape[1]
     key = key.to(dtype).repeat_interleave(group, dim=1)
@@ -66,7 +66,8 @@ def allocate_state(
     output: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> AttentionState:
-    """The caller's `output` [*shape, head_dim] and `lse` [*shape], checked, or new ones; `dtype` is that of a new output.
+    """The caller's `output` [*shape, head_dim] and `lse` [*shape], checked, or new ones; `dtype` is that of a new
+    output.
 
     Given ones need a contiguous last dimension; `lse` is contiguous in its last dimension too.
     """
