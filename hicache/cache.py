@@ -1,0 +1,585 @@
+"""The cache: one tree over all tiers, and what moves pages between them.
+
+`Cache` joins the tree (which knows where every page is), the tiers (which hold bytes) and the lanes (which copy). It
+does no I/O and has no thread of its own: it lives on one event loop, and everything in here is called from there.
+
+Three rules, on which the promises of the project rest:
+
+1. A page is copied first and dropped afterwards. Between the two it is in both tiers, never in neither.
+2. What a decision rested on is looked at again after every `await`: nodes split, leases come and go meanwhile.
+3. Whoever starts a move does not own its end. A task of the cache completes every move, whatever became of the
+   request that asked for it; so a cancelled request leaves neither a lost slot nor a page in flight.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from hicache.clock import Clock
+from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
+from hicache.layout import KVLayout
+from hicache.lease import Lease, Move, Pin
+from hicache.movers import Lane, PageMove, Priority
+from hicache.namespace import Namespace
+from hicache.node import Node
+from hicache.policy.base import EvictionPolicy
+from hicache.residency import Residency
+from hicache.tier import (
+    DEVICE,
+    HOST,
+    NVME,
+    Outcome,
+    PageRead,
+    PageWrite,
+    Slots,
+    SupportsDeclare,
+    SupportsPageCopy,
+    SupportsView,
+    Tier,
+    TierId,
+)
+from hicache.tree import HiRadixTree, Match
+
+DRAIN_S: Final = 10.0
+"""How long `close` lets queued moves finish before it drops them."""
+_SLOWER: Final = {DEVICE: HOST, HOST: NVME}
+OWN_TIERS: Final = (DEVICE, HOST, NVME)
+"""Tiers a cache may have, fast to slow. The host tier is always there: every lane has it at one end."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the cache has done since it was opened. Tokens unless the name says otherwise."""
+
+    lookups: int = 0
+    """Sequences opened."""
+    hits: int = 0
+    """Of these, how many found at least one token."""
+    tokens_asked: int = 0
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    """Tokens found, by the fastest tier that had them when they were asked for."""
+    tokens_computed: int = 0
+    """Tokens whose KV came in through a sequence's step."""
+    pages_published: int = 0
+    pages_duplicate: int = 0
+    """Pages computed although somebody else had published them meanwhile."""
+    evicted_pages: dict[str, int] = field(default_factory=dict)
+    """Copies that left a tier while a slower tier kept one."""
+    dropped_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that left the cache, by the tier of their last copy."""
+    failed_moves: dict[str, int] = field(default_factory=dict)
+    """Pages whose move failed, by lane."""
+    corrupt_pages: dict[str, int] = field(default_factory=dict)
+    """Pages forgotten because a tier could not give them back whole, by tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a prompt is cached, and where."""
+
+    num_tokens: int
+    """Tokens covered by whole pages, a multiple of the page size."""
+    partial_tokens: int
+    """Further tokens that the best partly matching page shares."""
+    runs: tuple[tuple[TierId, int], ...]
+    """`num_tokens` in order from the root, as runs of (fastest tier that holds them, tokens)."""
+
+    @property
+    def by_tier(self) -> dict[TierId, int]:
+        """`num_tokens` by the fastest tier that holds each page; tiers with none are absent."""
+        sums: dict[TierId, int] = {}
+        for tier_id, num_tokens in self.runs:
+            sums[tier_id] = sums.get(tier_id, 0) + num_tokens
+        return sums
+
+
+@runtime_checkable
+class WritableInPlace(SupportsDeclare, SupportsPageCopy, Protocol):
+    """What a device tier can do beside the contract of a tier: sequences write its slots directly."""
+
+
+class Cache:
+    """Pages of KV over device, host and NVMe, for one layout and any number of namespaces with that layout.
+
+    Use it as an async context manager: leaving the block drains the lanes for at most `DRAIN_S`, then closes the tiers.
+
+    Args:
+        layout: shape of a page; every tier has `page_bytes == layout.page_bytes`.
+        tiers: the tiers by id. `HOST` is required and supports views; `DEVICE` and `NVME` may be absent.
+        clock: decides recency and deadlines.
+        policies: eviction policy by tier, LRU where none is given.
+
+    Raises `BadRequest` when tiers and layout disagree.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        tiers: Mapping[TierId, Tier],
+        *,
+        clock: Clock,
+        policies: Mapping[TierId, EvictionPolicy] | None = None,
+    ) -> None:
+        unknown = [tier_id for tier_id in tiers if tier_id not in OWN_TIERS]
+        if unknown:
+            raise BadRequest("tiers", f"unknown tier {unknown[0]!r}; known are {', '.join(OWN_TIERS)}")
+        host: object = tiers.get(HOST)
+        if not isinstance(host, SupportsView):
+            raise BadRequest("tiers", "the host tier is missing or gives no views of its slots")
+        device: object = tiers.get(DEVICE)
+        if device is not None and not isinstance(device, WritableInPlace):
+            raise BadRequest("tiers", "the device tier cannot be written in place")
+        for tier in tiers.values():
+            if tier.page_bytes != layout.page_bytes:
+                raise BadRequest(
+                    f"tiers[{tier.tier_id}].page_bytes", f"{tier.page_bytes} is not the layout's {layout.page_bytes}"
+                )
+        self.layout: Final = layout
+        self.clock: Final = clock
+        self.tiers: Final = {tier_id: tiers[tier_id] for tier_id in OWN_TIERS if tier_id in tiers}
+        self.tree: Final = HiRadixTree(page_size=layout.page_size, tiers=tuple(self.tiers), policies=policies)
+        self.counters: Final = Counters()
+        self._host_view: Final = host.view
+        self._device: Final = device
+        self._lanes: Final = {
+            (source, target): Lane(self.tiers[source], self.tiers[target], clock=clock)
+            for source, target in ((DEVICE, HOST), (HOST, DEVICE), (HOST, NVME), (NVME, HOST))
+            if source in self.tiers and target in self.tiers
+        }
+        self._tasks = asyncio.TaskGroup()
+        self._exit = AsyncExitStack()
+        self._progress = asyncio.Event()
+        self._under_way: Final = dict.fromkeys(self.tiers, 0)
+        """Demotions and moves under way, by tier: when one ends, pages may leave that could not before."""
+        self._holders = 0
+        """Who has pins that end soon: steps and promotions."""
+        self._num_changes = 0
+        self._num_moves = 0
+        self._closing = False
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for tier in self.tiers.values():
+                stack.push_async_callback(tier.close)
+            await stack.enter_async_context(self._tasks)
+            stack.push_async_callback(self._close_lanes)
+            for lane in self._lanes.values():
+                self._tasks.create_task(lane.run(), name=f"lane {lane.name}")
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The error of the block is not handed on: lanes are closed in the same way whatever ended the block.
+        await self._exit.aclose()
+
+    async def _close_lanes(self) -> None:
+        self._closing = True
+        drain_until = self.clock.monotonic() + DRAIN_S
+        for lane in self._lanes.values():
+            await lane.close(drain_until=drain_until)
+
+    @property
+    def device(self) -> "WritableInPlace":
+        """The device tier, as sequences use it beside the contract of a tier."""
+        assert self._device is not None, "this cache has no device tier"
+        return self._device
+
+    @property
+    def lanes(self) -> Iterable[Lane]:
+        """The lanes there are, for inspection."""
+        return self._lanes.values()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def coverage(self, match: Match) -> Coverage:
+        """Where the pages of `match` are. Changes nothing."""
+        runs = []
+        for node in match.nodes:
+            num_pages = match.pages_in_last if node is match.nodes[-1] else node.num_pages
+            runs.append((self.fastest(node), num_pages * self.layout.page_size))
+        return Coverage(match.num_tokens, match.partial.num_tokens if match.partial else 0, tuple(runs))
+
+    def fastest(self, node: Node) -> TierId:
+        """The fastest tier that can serve the node now."""
+        return next(tier_id for tier_id in self.tiers if node.residency(tier_id) is Residency.RESIDENT)
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    async def allocate(self, tier_id: TierId, num_pages: int, *, deadline: float, wait: bool = True) -> Slots:
+        """Take `num_pages` slots of a tier, evicting and demoting what leaves first by policy; all or none.
+
+        Never takes what is pinned. With `wait`, room that others are making (demotions) or hold for a moment (steps) is
+        waited for, at most until `deadline` (monotonic seconds); whoever waits holds no pins himself.
+
+        Raises `NoRoom` when even then the pages cannot be had, `TierUnavailable` when the tier is down,
+        `DeadlineExceeded` at the deadline, `Closed`.
+        """
+        tier = self.tiers[tier_id]
+        if num_pages > tier.capacity_pages:
+            raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
+        while tier.num_free < num_pages:
+            if self._closing:
+                raise Closed("the cache is closing")
+            num_changes = self._num_changes
+            if await self._make_room(tier_id, num_pages - tier.num_free, deadline=deadline):
+                continue
+            if self._num_changes != num_changes:
+                continue
+            if not wait or not (self._under_way[tier_id] or self._holders):
+                raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
+            await self._wait(self._progress, deadline)
+        return tier.allocate(num_pages)
+
+    async def _make_room(self, tier_id: TierId, num_pages: int, *, deadline: float) -> bool:
+        """Let at most `num_pages` pages leave a tier, coldest first; False when none could."""
+        freed = num_stuck = 0
+        tried: set[Node] = set()
+        # What stands first may be unable to leave: its copy would be the last one of a prefix that others build on,
+        # and the tier below is full. Then those behind it are asked.
+        while freed < num_pages:
+            found = self.tree.victims(tier_id, num_pages - freed + num_stuck, self.clock.monotonic())
+            victims = _covering([node for node in found if node not in tried], num_pages - freed)
+            if not victims:
+                break
+            freed += await self._let_leave(victims, tier_id, num_pages - freed, deadline=deadline)
+            tried.update(victims)
+            num_stuck = sum(node.num_pages for node in tried if node.residency(tier_id) is Residency.RESIDENT)
+        return freed > 0
+
+    async def _let_leave(self, victims: Sequence[Node], tier_id: TierId, num_pages: int, *, deadline: float) -> int:
+        """Evict or demote `victims`, but of the last one only as much as `num_pages` needs. Returns the pages that
+        left."""
+        freed = 0
+        to_demote: list[Node] = []
+        surplus = sum(node.num_pages for node in victims) - num_pages
+        if surplus > 0:
+            # The tail leaves first; the object that stays the victim after a split is the lower half.
+            self.tree.split(victims[-1], surplus)
+        for node in victims:
+            if self._has_slower_copy(node, tier_id):
+                freed += self._evict(node, tier_id)
+            else:
+                to_demote.append(node)
+        if to_demote:
+            freed += await self._demote(to_demote, tier_id, deadline=deadline)
+        return freed
+
+    def _has_slower_copy(self, node: Node, tier_id: TierId) -> bool:
+        order = list(self.tiers)
+        return any(node.residency(slower) is Residency.RESIDENT for slower in order[order.index(tier_id) + 1 :])
+
+    async def _demote(self, nodes: Sequence[Node], tier_id: TierId, *, deadline: float) -> int:
+        """Copy `nodes` one tier down, then let them leave `tier_id`. Nodes that cannot be copied are dropped if nobody
+        needs them, else they stay. Returns the pages that left."""
+        target_id = _SLOWER.get(tier_id)
+        target = self.tiers.get(target_id) if target_id else None
+        slots = np.empty(0, np.int32)
+        # Pinned while room is made below and the copies run, so that nobody else takes them; a split meanwhile adds
+        # the new half to the pin.
+        pin = self.tree.pin(nodes, tier_id)
+        self._under_way[tier_id] += 1
+        num_moves = self._num_moves
+        try:
+            if target is not None:
+                slots = await self._allocate_up_to(target.tier_id, pin.num_pages, deadline=deadline)
+            moving: list[Moving] = []
+            # Where not all fit, the warmest are kept: victims come coldest first.
+            for node in reversed(list(pin.nodes)):
+                if target is None or not len(slots) or not self._can_start(node, tier_id, target.tier_id):
+                    continue
+                if node.num_pages > len(slots):
+                    # Its tail still fits; `node` stays the lower half.
+                    self.tree.split(node, node.num_pages - len(slots))
+                taken, slots = slots[: node.num_pages], slots[node.num_pages :]
+                moving.append(self.start_move(node, tier_id, target.tier_id, taken, Priority.WRITE_BACK))
+            for move in moving:
+                await self._wait(move.done, deadline)
+        finally:
+            fragments = list(pin.nodes)
+            if target is not None and len(slots):
+                target.free(slots)
+            self._free_slots(self.tree.unpin(pin))
+            self._under_way[tier_id] -= 1
+            # If nothing was even tried, nothing is new for others who wait: two of them would wake each other for ever.
+            if self._num_moves != num_moves:
+                self._wake()
+        # Without an `await` since the pin was given up: what is looked at here is what is evicted.
+        return sum([self._evict(node, tier_id) for node in fragments if self.tree.can_evict(node, tier_id)])
+
+    def _can_start(self, node: Node, source: TierId, target: TierId) -> bool:
+        return node.residency(source) is Residency.RESIDENT and node.residency(target) is Residency.ABSENT
+
+    async def _allocate_up_to(self, tier_id: TierId, num_pages: int, *, deadline: float) -> Slots:
+        """`allocate`, content with fewer pages where a tier is small, full of pinned pages, or down."""
+        tier = self.tiers[tier_id]
+        try:
+            return await self.allocate(tier_id, min(num_pages, tier.capacity_pages), deadline=deadline, wait=False)
+        except (NoRoom, TierUnavailable):
+            try:
+                return tier.allocate(min(num_pages, tier.num_free))
+            except (NoRoom, TierUnavailable):
+                return np.empty(0, np.int32)
+
+    def _evict(self, node: Node, tier_id: TierId) -> int:
+        """The node's copy leaves the tier. Returns its pages."""
+        survives = any(
+            other != tier_id and node.residency(other) is Residency.RESIDENT for other in self.tiers
+        )
+        num_pages = node.num_pages
+        self.free(self.tree.evict(node, tier_id))
+        _count(self.counters.evicted_pages if survives else self.counters.dropped_pages, tier_id, num_pages)
+        return num_pages
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def start_move(self, node: Node, source: TierId, target: TierId, slots: Slots, priority: Priority) -> "Moving":
+        """Begin to copy a node from one tier to a neighbouring one, into `slots` of the target; returns at once.
+
+        The node is resident in `source` and absent in `target`. From here on the slots belong to the move: they end in
+        the tree or are freed, whether anybody still waits or not.
+        """
+        move = self.tree.start_move(node, source=source, target=target, slots=slots)
+        from_tier, to_tier = self.tiers[source], self.tiers[target]
+        pages = [
+            PageMove(
+                source_slot=int(source_slot),
+                source_generation=from_tier.generation(int(source_slot)),
+                target_slot=int(target_slot),
+                target_generation=to_tier.generation(int(target_slot)),
+                identity=identity,
+            )
+            for source_slot, target_slot, identity in zip(
+                node.slots(source), slots, self.tree.identities(node), strict=True
+            )
+        ]
+        moving = Moving(move, source, target)
+        self._num_moves += 1
+        for tier_id in (source, target):
+            self._under_way[tier_id] += 1
+        self._tasks.create_task(self._carry_out(moving, pages, priority), name=f"move {source}->{target}")
+        return moving
+
+    async def _carry_out(self, moving: "Moving", pages: list[PageMove], priority: Priority) -> None:
+        lane = self._lanes[moving.source, moving.target]
+        transfer = await lane.submit(pages, priority=priority)
+        result = await transfer.wait()
+        ok = [outcome is Outcome.OK for outcome in result.outcomes]
+        finished = self.tree.finish_move(moving.move, ok)
+        if not all(ok):
+            _count(self.counters.failed_moves, lane.name, ok.count(False))
+            self._forget_bad(moving, result.outcomes)
+        moving.outcomes = tuple(result.outcomes)
+        for tier_id in (moving.source, moving.target):
+            self._under_way[tier_id] -= 1
+        self._free_slots(finished.freed)
+        self._changed()
+        moving.done.set()
+
+    def _forget_bad(self, moving: "Moving", outcomes: Sequence[Outcome | None]) -> None:
+        """A source that cannot give a page back whole must not be asked for it again."""
+        bad = (Outcome.CORRUPT, Outcome.NOT_FOUND, Outcome.STALE)
+        for node, first_page in self.tree.failed_pages(moving.move, [outcome in bad for outcome in outcomes]):
+            self.forget(node, moving.source, first_page)
+
+    async def promote(
+        self, lease: Lease, *, max_device_pages: int, deadline: float, priority: Priority = Priority.DEMAND
+    ) -> None:
+        """Bring the pages under a lease as close to the device as they fit: from NVMe to the host, then at most
+        `max_device_pages` of them, front first, to the device. Waits until the copies ended, at most until `deadline`.
+
+        What cannot be brought (no room, a failed read) stays where it is; a caller looks at the residency afterwards.
+        """
+        order = list(self.tiers)
+        if NVME in self.tiers:
+            await self._promote_hop(lease, NVME, HOST, sum(n.num_pages for n in self.path(lease)), priority, deadline)
+        if DEVICE in order:
+            await self._promote_hop(lease, HOST, DEVICE, max_device_pages, priority, deadline)
+
+    async def _promote_hop(
+        self, lease: Lease, source: TierId, target: TierId, max_pages: int, priority: Priority, deadline: float
+    ) -> None:
+        # The whole path is pinned where it is, so that making room for one part of it does not push out another.
+        # Pinned nodes are never merged, so a border between two of them stays one while others appear.
+        pins = self._pin_path(lease)
+        moving: list[Moving] = []
+        try:
+            position = 0
+            while position < max_pages and (node := self._node_at(lease, position)) is not None:
+                if not self._wants(node, source, target):
+                    position += node.num_pages
+                    continue
+                if position + node.num_pages > max_pages:
+                    node, _ = self.tree.split(node, max_pages - position)
+                slots = await self._allocate_up_to(target, node.num_pages, deadline=deadline)
+                if not len(slots):
+                    break
+                # Looked at again: the node may have been split, moved by somebody else, or removed meanwhile.
+                found = self._node_at(lease, position)
+                if found is None or not self._wants(found, source, target):
+                    self.free({target: slots})
+                    continue
+                num_pages = min(found.num_pages, len(slots))
+                if num_pages < found.num_pages:
+                    found, _ = self.tree.split(found, num_pages)
+                self.free({target: slots[num_pages:]})
+                moving.append(self.start_move(found, source, target, slots[:num_pages], priority))
+                position += num_pages
+            for move in moving:
+                await self._wait(move.done, deadline)
+        finally:
+            self.unpin(pins)
+
+    def _wants(self, node: Node, source: TierId, target: TierId) -> bool:
+        """Whether the node should take this hop on its way up: it can, and is in nothing as fast as the target."""
+        faster = list(self.tiers)[: list(self.tiers).index(target) + 1]
+        return node.residency(source) is Residency.RESIDENT and all(
+            node.residency(tier_id) is Residency.ABSENT for tier_id in faster
+        )
+
+    def _node_at(self, lease: Lease, position: int) -> Node | None:
+        """The node of a leased path that begins `position` pages from the root; None past the end."""
+        start = 0
+        for node in self.path(lease):
+            if start == position:
+                return node
+            start += node.num_pages
+        return None
+
+    def path(self, lease: Lease | None) -> list[Node]:
+        """The nodes under a lease, root side first; none without a lease, or where its pages are gone."""
+        return self.tree.path(lease.node) if lease is not None and lease.node is not None else []
+
+    def _pin_path(self, lease: Lease) -> tuple[Pin, ...]:
+        path = self.path(lease)
+        return self.pin({
+            tier_id: [node for node in path if node.residency(tier_id) is Residency.RESIDENT] for tier_id in self.tiers
+        })
+
+    def pin(self, nodes: Mapping[TierId, Sequence[Node]]) -> tuple[Pin, ...]:
+        """Keep copies where they are until `unpin`, which follows soon: requests for room may wait for it."""
+        pins = tuple(self.tree.pin(of_tier, tier_id) for tier_id, of_tier in nodes.items())
+        self._holders += 1
+        return pins
+
+    def unpin(self, pins: Iterable[Pin]) -> None:
+        """End what `pin` gave, once; slots whose page was removed meanwhile become free."""
+        for pin in pins:
+            self._free_slots(self.tree.unpin(pin))
+        self._holders -= 1
+        self._changed()
+
+    def forget(self, node: Node, tier_id: TierId, first_page: int) -> None:
+        """A tier cannot give a node's pages back from `first_page` on: they are not offered from there any more."""
+        _count(self.counters.corrupt_pages, tier_id, node.num_pages - first_page)
+        self.free(self.tree.forget(node, tier_id, first_page))
+
+    def flush(self, namespace: Namespace | None = None) -> int:
+        """Forget every page, or those of one namespace, in all tiers; pages in flight do not come back.
+
+        Returns the pages that are still held by leases and can still be matched: 0 means all is clear.
+        """
+        removed = self.tree.flush(namespace=namespace)
+        self.free(removed.freed)
+        return sum(node.num_pages for node in removed.held)
+
+    async def copy_page(self, node: Node, page: int, target_slot: int, *, deadline: float) -> bool:
+        """Copy one page of a node, from wherever it is, into a device slot that is not in the tree.
+
+        False if it cannot be had. The copy is the caller's own, whatever becomes of the node.
+        """
+        tier_id = self.fastest(node)
+        slot = int(node.slots(tier_id)[page])
+        identity = self.tree.identities(node)[page]
+        pins = self.pin({tier_id: [node]})
+        staging = np.empty(0, np.int32)
+        try:
+            if tier_id == DEVICE:
+                return await self.copy_device_page(slot, target_slot)
+            if tier_id == NVME:
+                staging = await self._allocate_up_to(HOST, 1, deadline=deadline)
+                if not len(staging):
+                    return False
+                source = self.tiers[NVME]
+                into = self._host_view(int(staging[0]))
+                outcomes = await source.read([PageRead(slot, source.generation(slot), identity, into)])
+                if outcomes != [Outcome.OK]:
+                    return False
+            device = self.tiers[DEVICE]
+            data = self._host_view(int(staging[0]) if len(staging) else slot)
+            outcomes = await device.write([PageWrite(target_slot, device.generation(target_slot), identity, data)])
+            return outcomes == [Outcome.OK]
+        finally:
+            self.free({HOST: staging})
+            self.unpin(pins)
+
+    async def copy_device_page(self, source_slot: int, target_slot: int) -> bool:
+        """Copy one device page onto another, all layers; True when it was copied."""
+        return await self.device.copy_page(source_slot, target_slot) is Outcome.OK
+
+    def release(self, lease: Lease) -> None:
+        """End a lease: pages that nobody else needs may leave now."""
+        self.tree.release(lease)
+        self._changed()
+
+    def free(self, freed: Mapping[TierId, Slots]) -> None:
+        """Give slots back to their tiers and wake whoever waits for room."""
+        if self._free_slots(freed):
+            self._changed()
+
+    def _free_slots(self, freed: Mapping[TierId, Slots]) -> int:
+        for tier_id, slots in freed.items():
+            if len(slots):
+                self.tiers[tier_id].free(slots)
+        return sum(len(slots) for slots in freed.values())
+
+    def _changed(self) -> None:
+        """Something can leave a tier, or be taken, that could not before."""
+        self._num_changes += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _wait(self, event: asyncio.Event, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self.clock.monotonic())):
+                await event.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("no room was made before the deadline") from None
+
+
+@dataclass(slots=True, eq=False)
+class Moving:
+    """A move under way: the tree's record of it, and the moment when it ended."""
+
+    move: Move
+    source: TierId
+    target: TierId
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    outcomes: tuple[Outcome | None, ...] = ()
+    """One a page, once `done` is set; None for a page that was never copied."""
+
+
+def _covering(nodes: Sequence[Node], num_pages: int) -> list[Node]:
+    """The first of `nodes` that together have at least `num_pages` pages; all of them if they have fewer."""
+    taken: list[Node] = []
+    for node in nodes:
+        if num_pages <= 0:
+            break
+        taken.append(node)
+        num_pages -= node.num_pages
+    return taken
+
+
+def _count(counts: dict[str, int], key: str, amount: int) -> None:
+    counts[key] = counts.get(key, 0) + amount

@@ -1,0 +1,433 @@
+"""A running request: a lease on its cached prefix, private pages for what is being computed, and their block table.
+
+The tree holds whole published pages only. Everything else a request needs lives here. The tokens of a sequence lie, in
+page order, in three ranges (P is the page size):
+
+    [0, published)            published pages, found or computed: in the tree, protected by the sequence's lease
+    [published, length)       the tail, fewer than P tokens: one private device page, shared with forks until written
+    [length, length + n)      tokens of a step under way: the rest of the tail page and fresh private pages
+
+Committing a step publishes the pages that became whole and keeps the rest as the new tail. Forks share published
+pages through leases of their own and the tail page by a count; the first of them that writes into it gets a copy.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.cache import Cache, Coverage
+from hicache.errors import BadRequest, Closed, NoRoom, NotResident, TierUnavailable
+from hicache.lease import Lease, Pin
+from hicache.namespace import Namespace
+from hicache.node import Node
+from hicache.residency import Residency
+from hicache.tier import DEVICE, NVME, PageIdentity, Slots, TierId
+from hicache.tree import Match, pack_tokens
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class PrivatePage:
+    """A device page that is not in the tree, and how many sequences read it."""
+
+    slot: int
+    num_readers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PageRef:
+    """One page in one tier, with all that is needed to read it and to notice that it is not the same any more."""
+
+    slot: int
+    generation: int
+    identity: PageIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive context pages of a step that are read from one tier."""
+
+    tier_id: TierId
+    slots: Slots
+    refs: tuple[PageRef, ...]
+    """One a page where reading verifies it (NVMe); empty where pages are read in place, under the step's pins."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """Where everything is while one step runs: pinned, and unchanged until `commit` or `abort`."""
+
+    tokens: Tokens
+    """Ids of the new tokens."""
+    runs: tuple[Run, ...]
+    """Whole pages before the new tokens, root side first."""
+    tail: PrivatePage | None
+    """The page that the first new token is written to, if it is not the first of its page."""
+    num_tail_tokens: int
+    """Tokens already in `tail`, all before the new ones."""
+    new_slots: Slots
+    """Device slots of the fresh pages."""
+    slot_mapping: npt.NDArray[np.int64]
+    """`[num_new]`, flat device slot `slot * page_size + offset` of each new token."""
+    pins: tuple[Pin, ...]
+
+
+class Sequence:
+    """One running request over the tokens of one prompt. All methods belong to the cache's loop.
+
+    Made by `Sequence.open`. One step at a time: `begin`, then `commit` or `abort`.
+    """
+
+    def __init__(self, cache: Cache, namespace: Namespace, *, owner: str) -> None:
+        self.cache: Final = cache
+        self.namespace: Final = namespace
+        self.owner: Final = owner
+        self.cached_by_tier: dict[TierId, int] = {}
+        """Tokens found when the sequence was opened, by the fastest tier that had them."""
+        self._tokens: Tokens = np.empty(0, np.int32)
+        self._lease: Lease | None = None
+        self._chain = namespace.digest
+        self._tail: PrivatePage | None = None
+        self._step: StepPlan | None = None
+        self._beginning = False
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls, cache: Cache, namespace: Namespace, tokens: npt.ArrayLike, *, owner: str, deadline: float
+    ) -> "Sequence":
+        """Find what is cached of `tokens`, protect it, and bring it to the device as far as it fits.
+
+        At most `len(tokens) - 1` tokens are taken from the cache: the logits of the last one have to be computed.
+        A damaged page on the way shortens what is found; it is never an error.
+
+        Raises `BadRequest` for tokens that are empty or not int32 ids, or a namespace of another layout;
+        `DeadlineExceeded` (nothing stays leased).
+        """
+        if namespace.layout != cache.layout:
+            raise BadRequest("namespace.layout", "is not the layout of this cache")
+        packed = pack_tokens(tokens)
+        if not len(packed):
+            raise BadRequest("tokens", "is empty; a sequence needs at least one token")
+        sequence = cls(cache, namespace, owner=owner)
+        try:
+            found = await sequence._take_pages(packed, deadline)
+            await sequence._take_partial(packed, found, deadline)
+        except BaseException:
+            sequence.close()
+            raise
+        sequence._count(len(packed))
+        return sequence
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is there now."""
+        return len(self._tokens)
+
+    @property
+    def published(self) -> int:
+        """Tokens in published pages, a multiple of the page size."""
+        return self.length - self.length % self.cache.layout.page_size
+
+    @property
+    def tokens(self) -> Tokens:
+        """Ids of the `length` tokens. Not to be written to."""
+        return self._tokens
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    async def _take_pages(self, packed: Tokens, deadline: float) -> Match:
+        """Lease the whole pages that are cached and promote them; what cannot be read back is left out."""
+        cache, tree = self.cache, self.cache.tree
+        match = tree.match(self.namespace, packed[:-1])
+        coverage = cache.coverage(match)
+        while match.num_tokens:
+            now = cache.clock.monotonic()
+            self._lease = tree.lease(match, owner=self.owner, deadline=None, now=now)
+            tree.touch(self._node, now)
+            # Room is left for what this sequence is about to compute, within reason: the rest streams.
+            device_pages = cache.tiers[DEVICE].capacity_pages
+            reserve = min(cache.layout.pages_for(len(packed) - match.num_tokens) + 1, device_pages // 2)
+            await cache.promote(self._lease, max_device_pages=device_pages - reserve, deadline=deadline)
+            again = tree.match(self.namespace, packed[: match.num_tokens])
+            if again.num_tokens == match.num_tokens:
+                break
+            # A page turned out to be damaged and was forgotten with everything below it.
+            cache.release(self._lease)
+            self._lease, match = None, again
+        if match.num_tokens:
+            self._chain = tree.identities(self._node)[-1].chain
+        self._tokens = packed[: match.num_tokens].copy()
+        self.cached_by_tier = _cut(coverage, match.num_tokens)
+        return match
+
+    async def _take_partial(self, packed: Tokens, found: Match, deadline: float) -> None:
+        """Copy the page that shares some tokens beyond the last whole page into a private one."""
+        cache = self.cache
+        match = cache.tree.match(self.namespace, packed[:-1])
+        if match.partial is None or match.num_tokens != found.num_tokens:
+            return
+        partial = match.partial
+        tier_id = cache.fastest(partial.node)
+        try:
+            slots = await cache.allocate(DEVICE, 1, deadline=deadline)
+        except (NoRoom, TierUnavailable):
+            return
+        # Room may have cost the page itself; what was matched is looked up again.
+        match = cache.tree.match(self.namespace, packed[:-1])
+        copied = False
+        try:
+            if match.partial is not None and match.num_tokens == found.num_tokens:
+                partial = match.partial
+                copied = await cache.copy_page(partial.node, partial.page, int(slots[0]), deadline=deadline)
+        finally:
+            if not copied:
+                cache.free({DEVICE: slots})
+        if not copied:
+            return
+        self._tail = PrivatePage(int(slots[0]))
+        self._tokens = packed[: found.num_tokens + partial.num_tokens].copy()
+        self.cached_by_tier[tier_id] = self.cached_by_tier.get(tier_id, 0) + partial.num_tokens
+
+    def _count(self, num_asked: int) -> None:
+        counters = self.cache.counters
+        counters.lookups += 1
+        counters.hits += self.length > 0
+        counters.tokens_asked += num_asked
+        for tier_id, num_tokens in self.cached_by_tier.items():
+            counters.tokens_by_tier[tier_id] = counters.tokens_by_tier.get(tier_id, 0) + num_tokens
+
+    @property
+    def _node(self) -> Node:
+        node = self._lease.node if self._lease is not None else None
+        assert node is not None, "nothing is leased"
+        return node
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    async def begin(self, tokens: npt.ArrayLike, *, deadline: float) -> StepPlan:
+        """Make pages ready for the next `tokens` and pin everything before them where it is.
+
+        Waits for room in the device tier, at most until `deadline`. Own pages may leave for it: a context need not fit.
+
+        Raises `BadRequest` (no tokens, a step already under way), `NoRoom` when the tokens need more device pages than
+        there can be, `TierUnavailable` when the device fails, `DeadlineExceeded`, `Closed`; the sequence is as before.
+        `NotResident` when part of the context was damaged and forgotten since: the sequence can only be closed then.
+        """
+        if self._closed:
+            raise Closed("the sequence is closed")
+        self._require_idle("another step of this sequence is under way; commit or abort it first")
+        packed = pack_tokens(tokens)
+        if not len(packed):
+            raise BadRequest("tokens", "is empty; a step needs at least one token")
+        self._beginning = True
+        try:
+            self._step = await self._plan(packed, deadline)
+        finally:
+            self._beginning = False
+        if self._closed:
+            self.abort(self._step)
+            raise Closed("the sequence was closed meanwhile")
+        return self._step
+
+    async def _plan(self, packed: Tokens, deadline: float) -> StepPlan:
+        cache = self.cache
+        page_size = cache.layout.page_size
+        num_tail_tokens = self.length % page_size
+        num_new_pages = cache.layout.pages_for(num_tail_tokens + len(packed)) - (self._tail is not None)
+        await self._own_tail(deadline)
+        await self._return_to_device(num_new_pages, deadline)
+        new_slots = await cache.allocate(DEVICE, num_new_pages, deadline=deadline)
+        # From here on nothing waits: what is pinned is what was looked at.
+        if self._is_cut():
+            cache.free({DEVICE: new_slots})
+            raise NotResident("the cache", "part of the context, damaged in the meantime,")
+        by_tier: dict[TierId, list[Node]] = {}
+        runs: list[Run] = []
+        for node in cache.path(self._lease):
+            tier_id = cache.fastest(node)
+            by_tier.setdefault(tier_id, []).append(node)
+            runs.append(Run(tier_id, node.slots(tier_id).copy(), self._refs(node) if tier_id == NVME else ()))
+        slots = np.concatenate([np.array([self._tail.slot] if self._tail else [], np.int32), new_slots])
+        positions = num_tail_tokens + np.arange(len(packed), dtype=np.int64)
+        return StepPlan(
+            tokens=packed,
+            runs=tuple(runs),
+            tail=self._tail,
+            num_tail_tokens=num_tail_tokens,
+            new_slots=new_slots,
+            slot_mapping=slots[positions // page_size].astype(np.int64) * page_size + positions % page_size,
+            pins=cache.pin(by_tier),
+        )
+
+    def _is_cut(self) -> bool:
+        """Whether published pages were forgotten because their last copy was damaged, which no lease prevents."""
+        num_pages = sum(node.num_pages for node in self.cache.path(self._lease))
+        return num_pages * self.cache.layout.page_size != self.published
+
+    def _require_idle(self, problem: str) -> None:
+        if self._step is not None or self._beginning:
+            raise BadRequest("step", problem)
+
+    def _refs(self, node: Node) -> tuple[PageRef, ...]:
+        generation = self.cache.tiers[NVME].generation
+        return tuple(
+            PageRef(int(slot), generation(int(slot)), identity)
+            for slot, identity in zip(node.slots(NVME), self.cache.tree.identities(node), strict=True)
+        )
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step's tokens are written: publish the pages that are whole now. Does not wait.
+
+        Raises `NotResident` when part of the context was damaged and forgotten since `begin`: the step is then aborted.
+        """
+        cache, tree = self.cache, self.cache.tree
+        if self._is_cut():
+            self.abort(plan)
+            raise NotResident("the cache", "part of the context, damaged in the meantime,")
+        self._end(plan)
+        page_size = cache.layout.page_size
+        published = self.published
+        tokens = np.concatenate([self._tokens, plan.tokens])
+        slots = np.concatenate([np.array([plan.tail.slot] if plan.tail else [], np.int32), plan.new_slots])
+        num_whole = len(tokens) // page_size
+        num_publish = num_whole - published // page_size
+        self._tokens = tokens
+        cache.counters.tokens_computed += len(plan.tokens)
+        if num_publish:
+            now = cache.clock.monotonic()
+            self._declare(slots[:num_publish], published)
+            inserted = tree.insert(
+                self.namespace,
+                tokens[: num_whole * page_size],
+                tier=DEVICE,
+                slots=slots[:num_publish],
+                first_page=published // page_size,
+                now=now,
+            )
+            if self._lease is None:
+                self._lease = tree.lease(inserted.node, owner=self.owner, deadline=None, now=now)
+            else:
+                tree.move_lease(self._lease, inserted.node, now)
+            cache.counters.pages_published += num_publish - len(inserted.duplicates)
+            cache.counters.pages_duplicate += len(inserted.duplicates)
+            cache.free({DEVICE: inserted.duplicates})
+        rest = slots[num_publish:]
+        assert len(rest) <= 1, "more than one page is partly filled"
+        self._tail = PrivatePage(int(rest[0])) if len(rest) else None
+
+    def abort(self, plan: StepPlan) -> None:
+        """The step failed: forget its tokens and give its fresh pages back. Does not wait."""
+        self._end(plan)
+        self.cache.free({DEVICE: plan.new_slots})
+
+    def report_bad(self, tier_id: TierId, slot: int) -> None:
+        """A step found that a page of the context cannot be read back from a tier: it is forgotten there.
+
+        If that was its last copy, the page and everything after it leave the cache, and this sequence cannot go on.
+        """
+        for node in self.cache.path(self._lease):
+            if node.residency(tier_id) is Residency.RESIDENT:
+                (pages,) = np.nonzero(node.slots(tier_id) == slot)
+                if len(pages):
+                    self.cache.forget(node, tier_id, int(pages[0]))
+                    return
+
+    def _end(self, plan: StepPlan) -> None:
+        if plan is not self._step:
+            raise BadRequest("step", "is not the step under way of this sequence")
+        self._step = None
+        self.cache.unpin(plan.pins)
+
+    def _declare(self, slots: Slots, first_token: int) -> None:
+        """Tell the device tier which pages its slots hold now, and move the chain digest past them."""
+        cache = self.cache
+        device, generation = cache.device, cache.tiers[DEVICE].generation
+        page_size = cache.layout.page_size
+        namespace = self.namespace.digest
+        for index, slot in enumerate(slots):
+            start = first_token + index * page_size
+            packed = self._tokens[start : start + page_size].astype("<i4").tobytes()
+            identity = PageIdentity(namespace, self._chain, packed)
+            device.declare(int(slot), generation(int(slot)), identity)
+            self._chain = identity.chain
+
+    async def _own_tail(self, deadline: float) -> None:
+        """Copy on write: the tail page is written to next, so it must be nobody else's."""
+        if self._tail is None or self._tail.num_readers == 1:
+            return
+        slots = await self.cache.allocate(DEVICE, 1, deadline=deadline)
+        shared, copy = self._tail, PrivatePage(int(slots[0]))
+        if not await self.cache.copy_device_page(shared.slot, copy.slot):
+            self.cache.free({DEVICE: slots})
+            raise TierUnavailable(DEVICE, "a page could not be copied within the tier")
+        self._tail = copy
+        self._drop_tail(shared)
+
+    async def _return_to_device(self, num_new_pages: int, deadline: float) -> None:
+        """Bring back pages that left the device for others, if the whole context fits: decode prefers residency.
+
+        A context that does not fit is left where it is and streams: moving it would push out its own other end.
+        """
+        cache = self.cache
+        if self._lease is None:
+            return
+        path = cache.path(self._lease)
+        cache.tree.touch(self._node, cache.clock.monotonic())
+        num_pages = sum(node.num_pages for node in path)
+        if all(node.residency(DEVICE) is Residency.RESIDENT for node in path):
+            return
+        if num_pages + num_new_pages + 1 <= cache.tiers[DEVICE].capacity_pages:
+            await cache.promote(self._lease, max_device_pages=num_pages, deadline=deadline)
+
+    # -- forks and the end --------------------------------------------------------------------------------------------
+
+    def fork(self) -> "Sequence":
+        """Another sequence with the same tokens, which shares every page until one of the two writes. Does not wait.
+
+        Raises `BadRequest` while a step is under way, `Closed`, `NotResident` as `begin` does.
+        """
+        if self._closed:
+            raise Closed("the sequence is closed")
+        self._require_idle("a sequence cannot fork while a step is under way")
+        child = Sequence(self.cache, self.namespace, owner=self.owner)
+        if self._lease is not None:
+            now = self.cache.clock.monotonic()
+            child._lease = self.cache.tree.lease(self._node, owner=self.owner, deadline=None, now=now)
+        child._tokens, child._chain, child._tail = self._tokens, self._chain, self._tail
+        if self._tail is not None:
+            self._tail.num_readers += 1
+        return child
+
+    def close(self) -> None:
+        """Give up the lease and the private pages; what was published stays cached. Idempotent, does not wait."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._step is not None:
+            self.abort(self._step)
+        if self._tail is not None:
+            self._drop_tail(self._tail)
+            self._tail = None
+        if self._lease is not None:
+            self.cache.release(self._lease)
+            self._lease = None
+
+    def _drop_tail(self, tail: PrivatePage) -> None:
+        tail.num_readers -= 1
+        if tail.num_readers == 0:
+            self.cache.free({DEVICE: np.array([tail.slot], np.int32)})
+
+
+def _cut(coverage: Coverage, num_tokens: int) -> dict[TierId, int]:
+    """`coverage.by_tier` of the first `num_tokens` tokens."""
+    by_tier: dict[TierId, int] = {}
+    for tier_id, run_tokens in coverage.runs:
+        take = min(run_tokens, num_tokens)
+        num_tokens -= take
+        if take:
+            by_tier[tier_id] = by_tier.get(tier_id, 0) + take
+    return by_tier
