@@ -1,0 +1,101 @@
+"""What a cache holds and has done, as JSON-able values: for `hicache stats`, `hicache tree`, and whoever reads JSON.
+
+`stats_of` gives
+
+    {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes"}},
+     "lanes": {"host->nvme": {"pages", "bytes", "failed", "cancelled", "queued_pages", "busy_s", "bandwidth"}},
+     "counters": {...}, "num_nodes", "num_leases"}
+
+with tiers fast to slow. `used_pages` counts every slot that is not free: pages of the tree, pages that requests are
+computing, and pages on their way in. `snapshot_of` adds `"format"`, `"time"` (seconds since 1970, UTC), `"layout"` and
+`"nodes"`, parents before children:
+
+    {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
+     "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
+     "leases"}
+"""
+
+import asyncio
+import dataclasses
+from typing import Any, Final
+
+from hicache.cache import Cache
+
+FORMAT: Final = 1
+"""Version of the snapshot; raised when a reader of the old form would misread the new one."""
+BATCH: Final = 500
+"""Nodes looked at before others get their turn on the loop."""
+
+
+def stats_of(cache: Cache) -> dict[str, Any]:
+    """Occupancy, lanes and counters of a cache. Called on its loop; does not wait."""
+    page_bytes = cache.layout.page_bytes
+    tiers = {}
+    for tier_id, tier in cache.tiers.items():
+        used_pages = tier.capacity_pages - tier.num_free
+        tiers[str(tier_id)] = {
+            "capacity_pages": tier.capacity_pages,
+            "used_pages": used_pages,
+            "capacity_bytes": tier.capacity_pages * page_bytes,
+            "used_bytes": used_pages * page_bytes,
+        }
+    lanes = {}
+    for lane in cache.lanes:
+        stats = lane.stats
+        lanes[lane.name] = {
+            "pages": stats.pages,
+            "bytes": stats.bytes,
+            "failed": stats.failed,
+            "cancelled": stats.cancelled,
+            "queued_pages": stats.queued_pages,
+            "busy_s": stats.busy_s,
+            "bandwidth": stats.bandwidth,
+        }
+    return {
+        "tiers": tiers,
+        "lanes": lanes,
+        "counters": dataclasses.asdict(cache.counters),
+        "num_nodes": cache.tree.num_nodes,
+        "num_leases": cache.tree.num_leases,
+    }
+
+
+async def snapshot_of(cache: Cache) -> dict[str, Any]:
+    """The whole tree beside `stats_of`. Others run between batches of nodes, so it may be of several moments."""
+    layout = cache.layout
+    ids: dict[int, int] = {}
+    nodes: list[dict[str, Any]] = []
+    now = cache.clock.monotonic()
+    for batch in cache.tree.walk(batch=BATCH):
+        for info in batch:
+            node, parent = info.node, info.node.parent
+            ids[id(node)] = len(nodes)
+            nodes.append({
+                "id": len(nodes),
+                "parent": ids.get(id(parent)) if parent is not None else None,
+                "namespace": info.namespace.hex(),
+                "tenant": info.tenant,
+                "first_token": info.first_page * layout.page_size,
+                "num_tokens": info.num_pages * layout.page_size,
+                "tokens": cache.tree.tokens_of(node)[info.first_page * layout.page_size :].tolist(),
+                "bytes": info.num_pages * layout.page_bytes,
+                "residency": {
+                    str(tier_id): state.name.lower()
+                    for tier_id, state in zip(cache.tiers, info.residency, strict=True)
+                },
+                "age_s": max(0.0, now - info.last_access),
+                "leases": info.num_leases,
+            })
+        await asyncio.sleep(0)
+    return {
+        "format": FORMAT,
+        "time": cache.clock.wall(),
+        "layout": {
+            "page_size": layout.page_size,
+            "page_bytes": layout.page_bytes,
+            "dtype": layout.dtype.value,
+            "num_layers": layout.num_layers,
+        },
+        **stats_of(cache),
+        "nodes": nodes,
+    }

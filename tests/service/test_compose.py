@@ -1,0 +1,260 @@
+"""The embedded cache with its real tiers: what was computed is attended to, wherever it lies, and found again."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import hicache
+from hicache.errors import BadRequest, Closed, CorruptPage, NoRoom
+from hicache.kernels.attend import attend
+from hicache.layout import KVDtype, KVLayout
+from hicache.namespace import Namespace
+from hicache.service.compose import HiCache, Sequence
+from hicache.tier import DEVICE, HOST, NVME
+
+LAYERS, HEADS, GROUP, DIM, PAGE = 3, 2, 2, 64, 16
+LAYOUT = KVLayout.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=KVDtype.FLOAT32, page_size=PAGE)
+MODEL = Namespace(model="random projections", layout=LAYOUT)
+SCALE = DIM**-0.5
+
+
+def open_cache(
+    tmp_path: Path, *, device_pages: int = 16, host_pages: int = 32, nvme_pages: int | None = 256
+) -> HiCache:
+    nvme = {} if nvme_pages is None else {"nvme_dir": tmp_path / "nvme", "nvme_bytes": nvme_pages * 2 * 49152}
+    return hicache.HiCache.open(
+        LAYOUT,
+        device_bytes=device_pages * LAYOUT.page_bytes,
+        host_bytes=host_pages * LAYOUT.page_bytes,
+        **nvme,  # type: ignore[arg-type]  # both or neither
+    )
+
+
+class Model:
+    """Random keys, values and queries of a token and its position alone, so that any prefix is reusable."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._table = torch.randn(LAYERS, 3, 997, HEADS * GROUP, DIM, generator=generator)
+
+    def tensors(self, layer: int, tokens: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = torch.tensor([(token * 31 + (start + i) * 7) % 997 for i, token in enumerate(tokens)])
+        query, key, value = self._table[layer, :, rows]
+        return query, key[:, :HEADS].contiguous(), value[:, :HEADS].contiguous()
+
+    def run(self, sequence: Sequence, tokens: list[int], *, chunk: int = 64) -> list[torch.Tensor]:
+        """Compute what is missing. Returns the outputs of each layer for the last chunk."""
+        outputs: list[torch.Tensor] = []
+        while sequence.length < len(tokens):
+            start = sequence.length
+            new = tokens[start : start + chunk]
+            with sequence.step(new) as step:
+                outputs = []
+                for layer in range(LAYERS):
+                    query, key, value = self.tensors(layer, new, start)
+                    step.write(layer, key, value)
+                    outputs.append(attend(query, step.parts(layer), key=key, value=value, scale=SCALE).output)
+        return outputs
+
+    def expected(self, tokens: list[int], num_last: int) -> list[torch.Tensor]:
+        """The same outputs by plain attention over everything, in float64."""
+        found = []
+        for layer in range(LAYERS):
+            query, key, value = (t.double().transpose(0, 1) for t in self.tensors(layer, tokens, 0))
+            key, value = (t.repeat_interleave(GROUP, 0) for t in (key, value))
+            scores = query @ key.transpose(1, 2) * SCALE
+            scores += torch.full_like(scores, float("-inf")).triu(1)
+            found.append((scores.softmax(-1) @ value).transpose(0, 1)[-num_last:])
+        return found
+
+
+def assert_close(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output.shape == reference.shape
+        # Float32 sums over a few hundred keys: a wrong page moves this by its share of the weight, far more.
+        assert (output.double() - reference).abs().max() < 2e-5
+
+
+def prompt(document: int, length: int) -> list[int]:
+    return [document * 1000 + i * 3 for i in range(length)]
+
+
+def test_outputs_are_those_of_plain_attention_and_prefixes_come_from_every_tier(tmp_path: Path) -> None:
+    model = Model()
+    sources: set[str] = set()
+    with open_cache(tmp_path) as cache:
+        for document in [0, 1, 2, 3, 4, 5, 6, 5, 2, 0, 6, 0]:
+            tokens = prompt(document, 150 + document)
+            with cache.sequence(MODEL, tokens) as sequence:
+                sources |= {tier for tier, count in sequence.cached_by_tier.items() if count}
+                found = sequence.num_cached
+                outputs = model.run(sequence, tokens)
+            num_last = (len(tokens) - found - 1) % 64 + 1
+            assert_close(outputs, model.expected(tokens, num_last))
+        assert sources == {DEVICE, HOST, NVME}
+        stats = cache.stats()
+        assert stats["num_leases"] == 0
+        assert stats["lanes"]["nvme->host"]["bytes"] > 0
+        assert stats["counters"]["failed_moves"] == {}
+
+
+def test_a_context_larger_than_device_and_host_streams_from_nvme(tmp_path: Path) -> None:
+    model = Model()
+    tokens = prompt(3, 800)
+    with open_cache(tmp_path, device_pages=8, host_pages=12) as cache:
+        with cache.sequence(MODEL, tokens) as sequence:
+            outputs = model.run(sequence, tokens)
+            assert_close(outputs, model.expected(tokens, 800 % 64))
+            more = [*tokens, 5, 6, 7]
+            assert_close(model.run(sequence, more, chunk=1), model.expected(more, 1))
+        assert cache.match(MODEL, tokens).num_tokens == 800
+        by_tier = cache.match(MODEL, tokens).by_tier
+        assert by_tier[NVME] > 0
+        with cache.sequence(MODEL, [*tokens, 9]) as sequence:
+            assert sequence.num_cached == 800
+            assert_close(model.run(sequence, [*tokens, 9]), model.expected([*tokens, 9], 1))
+
+
+def test_a_partial_page_is_reused(tmp_path: Path) -> None:
+    model = Model()
+    with open_cache(tmp_path) as cache:
+        first = prompt(1, 100)
+        with cache.sequence(MODEL, first) as sequence:
+            model.run(sequence, first)
+        second = [*first[:85], *prompt(9, 40)]
+        with cache.sequence(MODEL, second) as sequence:
+            assert sequence.num_cached == 85
+            assert_close(model.run(sequence, second), model.expected(second, 40))
+
+
+def test_forks_diverge(tmp_path: Path) -> None:
+    model = Model()
+    tokens = prompt(1, 70)
+    with open_cache(tmp_path) as cache, cache.sequence(MODEL, tokens) as parent:
+        model.run(parent, tokens)
+        forks = [parent.fork() for _ in range(3)]
+        for index, fork in enumerate(forks):
+            longer = [*tokens, *prompt(50 + index, 20)]
+            assert_close(model.run(fork, longer), model.expected(longer, 20))
+        longer = [*tokens, *prompt(60, 20)]
+        assert_close(model.run(parent, longer), model.expected(longer, 20))
+        for fork in forks:
+            fork.close()
+
+
+def test_a_failed_step_is_forgotten(tmp_path: Path) -> None:
+    model = Model()
+    tokens = prompt(1, 70)
+    with open_cache(tmp_path) as cache, cache.sequence(MODEL, tokens) as sequence:
+        with pytest.raises(RuntimeError, match="model"), sequence.step(tokens[:30]):
+            raise RuntimeError("the model failed")
+        assert sequence.length == 0
+        assert_close(model.run(sequence, tokens), model.expected(tokens, 6))
+
+
+def test_a_page_that_nvme_cannot_give_back_fails_the_step_and_is_then_recomputed(tmp_path: Path) -> None:
+    """A page of a context that streams from NVMe is damaged on disk under the running request (F10)."""
+    model = Model()
+    tokens = prompt(3, 800)
+    with open_cache(tmp_path, device_pages=8, host_pages=12) as cache:
+        with cache.sequence(MODEL, tokens) as sequence:
+            model.run(sequence, tokens)
+            for segment in (tmp_path / "nvme").rglob("*"):
+                if segment.is_file() and segment.stat().st_size > LAYOUT.page_bytes:
+                    with segment.open("r+b") as file:
+                        # Every stored byte past the first pages becomes another one.
+                        file.seek(8 * 2 * LAYOUT.page_bytes)
+                        file.write(b"\xa5" * (segment.stat().st_size - 8 * 2 * LAYOUT.page_bytes))
+            with pytest.raises(CorruptPage):
+                model.run(sequence, [*tokens, 1])
+        # Each try finds at most one more damaged page, forgets it, and has less to begin with; none gives wrong bytes.
+        found = 800
+        for _ in range(50):
+            try:
+                with cache.sequence(MODEL, [*tokens, 1]) as sequence:
+                    assert sequence.num_cached < found
+                    found = sequence.num_cached
+                    outputs = model.run(sequence, [*tokens, 1])
+                break
+            except CorruptPage:
+                continue
+        assert_close(outputs, model.expected([*tokens, 1], len(outputs[0])))
+
+
+def test_two_threads_ask_at_once(tmp_path: Path) -> None:
+    model = Model()
+    failures: list[BaseException] = []
+
+    with open_cache(tmp_path) as cache:
+
+        def ask(seed: int) -> None:
+            try:
+                for turn in range(6):
+                    tokens = prompt((seed + turn) % 4, 120 + seed)
+                    with cache.sequence(MODEL, tokens) as sequence:
+                        outputs = model.run(sequence, tokens)
+                    assert_close(outputs, model.expected(tokens, len(outputs[0])))
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_what_cannot_be_opened_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    page = LAYOUT.page_bytes
+    target = tmp_path / "nvme"
+    for arguments, field in [
+        ({"device_bytes": page - 1, "host_bytes": page}, "device_bytes"),
+        ({"device_bytes": page, "host_bytes": page - 1}, "host_bytes"),
+        ({"device_bytes": page, "host_bytes": page, "nvme_dir": target, "nvme_bytes": 1}, "nvme_bytes"),
+        ({"device_bytes": page, "host_bytes": page, "nvme_dir": target}, "nvme_bytes"),
+    ]:
+        with pytest.raises(BadRequest, match=field):
+            HiCache.open(LAYOUT, **arguments)  # type: ignore[arg-type]  # wrong on purpose
+    assert not target.exists()
+
+
+def test_steps_beyond_the_device_are_refused_and_the_cache_goes_on(tmp_path: Path) -> None:
+    model = Model()
+    with open_cache(tmp_path, device_pages=4, nvme_pages=None) as cache:
+        with cache.sequence(MODEL, prompt(1, 200)) as sequence:
+            with pytest.raises(NoRoom), sequence.step(prompt(1, 200)):
+                pass
+            model.run(sequence, prompt(1, 60), chunk=32)
+        assert cache.flush() == 0
+        assert cache.match(MODEL, prompt(1, 60)).num_tokens == 0
+
+
+def test_a_closed_cache_says_so(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path, nvme_pages=None)
+    sequence = cache.sequence(MODEL, prompt(1, 20))
+    cache.close()
+    cache.close()
+    with pytest.raises(Closed):
+        cache.match(MODEL, prompt(1, 20))
+    with pytest.raises(Closed):
+        sequence.step([1]).__enter__()
+    sequence.close()
+
+
+def test_a_snapshot_names_every_page(tmp_path: Path) -> None:
+    model = Model()
+    with open_cache(tmp_path) as cache:
+        for document in range(6):
+            tokens = prompt(document, 150)
+            with cache.sequence(MODEL, tokens) as sequence:
+                model.run(sequence, tokens)
+        snapshot = cache.snapshot()
+    pages = dict.fromkeys((DEVICE, HOST, NVME), 0)
+    for node in snapshot["nodes"]:
+        assert len(node["tokens"]) == node["num_tokens"]
+        for tier, state in node["residency"].items():
+            pages[tier] += (state == "resident") * node["num_tokens"] // PAGE
+    assert {tier: counts["used_pages"] for tier, counts in snapshot["tiers"].items()} == pages
