@@ -208,8 +208,8 @@ class Lane:
         """Set when a worker that found nothing to do should look again."""
         self._running = False
         self._closing = False
-        self._drained = asyncio.Event()
-        """Set when the lane is closing and nothing is queued or under way."""
+        self._ended = asyncio.Event()
+        """Set when `run` has ended."""
         self._drain_until = float("inf")
         self._drain_timer: asyncio.TimerHandle | None = None
 
@@ -334,8 +334,9 @@ class Lane:
                         cancellation = error
                         self._begin_close(drain_until=float("-inf"))
         finally:
-            # Reached with transfers left only if a worker died of a bug in this file; nobody may wait for them in vain.
+            # Something is left only if a worker died of a bug in this file; nobody may wait for it in vain.
             self._begin_close(drain_until=float("-inf"))
+            self._ended.set()
         if cancellation is not None:
             raise cancellation
 
@@ -348,7 +349,8 @@ class Lane:
         copy under way. A lane that is not running drains nothing.
         """
         self._begin_close(drain_until=float("inf") if drain_until is None else drain_until)
-        await self._drained.wait()
+        if self._running:
+            await self._ended.wait()
 
     # -- queue --------------------------------------------------------------------------------------------------------
 
@@ -389,7 +391,6 @@ class Lane:
         self._cancelled += line.remove(transfer)
         line.grant()
         self._end_if_over(transfer)
-        self._check_drained()
 
     def _end_if_over(self, transfer: Transfer) -> None:
         if transfer._under_way or transfer._next < len(transfer.pages) or transfer.result is not None:
@@ -478,7 +479,6 @@ class Lane:
         for transfer in dict.fromkeys(transfer for transfer, _ in batch):
             self._end_if_over(transfer)
         self._work.set()
-        self._check_drained()
 
     def _count_unexpected(self, what: str, error: BaseException) -> None:
         self._unexpected += 1
@@ -495,7 +495,6 @@ class Lane:
             line.end_turns()
         self._drain()
         self._work.set()
-        self._check_drained()
 
     def _drain(self) -> None:
         """Let go of what is queued if the time for it is over, else look again then."""
@@ -509,13 +508,6 @@ class Lane:
         elif self._drain_until < float("inf"):
             loop = asyncio.get_running_loop()
             self._drain_timer = loop.call_later(self._seconds_until(self._drain_until), self._drain)
-
-    def _check_drained(self) -> None:
-        if self._closing and not self._queued_pages and not self._in_flight_pages:
-            if self._drain_timer is not None:
-                self._drain_timer.cancel()
-            self._work.set()
-            self._drained.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -586,8 +578,6 @@ class _Line:
         self.num_pages -= stop - start
         if stop == len(transfer.pages):
             self.transfers.popleft()
-            if transfer._timer is not None:
-                transfer._timer.cancel()
         return [(transfer, index) for index in range(start, stop)]
 
     def remove(self, transfer: Transfer) -> int:

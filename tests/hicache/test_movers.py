@@ -12,7 +12,7 @@ from hicache.errors import BadRequest
 from hicache.movers import Lane, LaneStats, PageMove, Priority, Transfer, TransferResult
 from hicache.tier import HOST, NVME, Outcome, PageRead, PageWrite
 from tests.hicache.lanes import PAGE_BYTES, Direction, Rig, check_conserved, free, stamped
-from tests.simulation import Faults, SimulatedHost, SimulatedTier, World, run_simulated
+from tests.simulation import DeadlockError, Faults, SimulatedHost, SimulatedTier, World, run_simulated
 
 OK, STALE, ERROR = Outcome.OK, Outcome.STALE, Outcome.ERROR
 DEMAND, PREFETCH, WRITE_BACK = Priority
@@ -45,6 +45,8 @@ def test_pages_arrive_and_the_source_keeps_its_copy(direction: Direction) -> Non
         async with rig.running():
             transfer = await rig.lane.submit(rig.pages(10), priority=DEMAND)
             assert transfer.result is None
+            await asyncio.sleep(2.5)
+            assert rig.lane.stats.busy_s == 2.5
             result = await transfer.wait()
         assert result == TransferResult((OK,) * 10, seconds=10.0, unwanted=False)
         assert result.ok == (True,) * 10
@@ -371,6 +373,23 @@ def test_no_more_bytes_are_in_flight_than_allowed_and_no_less(num_workers: int) 
     run_simulated(main, 0)
 
 
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_worker_that_found_no_room_in_flight_looks_again(closing: bool) -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=4, num_workers=2, max_in_flight_bytes=4 * PAGE_BYTES)
+        calls: list[tuple[float, int]] = []
+        rig.device.watch = lambda _, pages: calls.append((world.monotonic(), len(pages)))
+        async with rig.running():
+            await rig.lane.submit(rig.pages(8), priority=WRITE_BACK)
+            await asyncio.sleep(0.5)
+            await rig.lane.submit(rig.pages(1), priority=DEMAND)
+            await asyncio.sleep(0.0 if closing else 4.0)
+        # The demand leaves room for three, which the other worker takes at the same time.
+        assert calls[:3] == [(0.0, 4), (4.0, 1), (4.0, 3)]
+
+    run_simulated(main, 0)
+
+
 def test_a_submitter_cancelled_while_it_waits_has_submitted_nothing() -> None:
     async def main(world: World) -> None:
         rig = Rig(world, batch_pages=1, num_workers=1, max_queued_pages=2)
@@ -497,6 +516,24 @@ def test_cancelling_and_finishing_at_the_same_moment_ends_once() -> None:
     assert 20 < sum(unwanted) < 180
 
 
+def test_cancelling_from_a_callback_what_ended_in_the_same_batch_ends_it_once() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world)
+        ended: list[Transfer] = []
+
+        def on_done(transfer: Transfer) -> None:
+            ended.append(transfer)
+            assert [other.cancel() for other in transfers if other is not transfer] == [False]
+
+        transfers = [await rig.lane.submit(rig.pages(2), priority=DEMAND, on_done=on_done) for _ in range(2)]
+        async with rig.running():
+            results = [await transfer.wait() for transfer in transfers]
+        assert ended == [transfers[0], transfers[1]] or ended == [transfers[1], transfers[0]]
+        assert [result.outcomes for result in results] == [(OK, OK), (OK, OK)]
+
+    run_simulated(main, 0)
+
+
 def test_cancelling_a_waiter_leaves_the_transfer_alone() -> None:
     async def main(world: World) -> None:
         rig = Rig(world)
@@ -607,6 +644,16 @@ def test_deadlines_are_those_of_the_clock_not_of_the_loop() -> None:
         clock.advance(5.0)
         assert await queued.wait() == TransferResult((None, None), seconds=5.0, unwanted=False)
         assert world.monotonic() < 114.0
+        # A clock ahead of the loop: late is late before the timer says so.
+        late = await lane.submit(rig.pages(2), priority=DEMAND, deadline=1_000.0)
+        clock.advance(1_000.0)
+        calls = record_calls(rig)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lane.run())
+            await late.wait()
+            await lane.close(drain_until=None)
+        assert calls == []
+        assert world.monotonic() < 114.0
 
     run_simulated(main, 0)
 
@@ -641,12 +688,48 @@ def test_closing_drains_what_is_queued() -> None:
             assert world.monotonic() == 9.0
             assert all(transfer.result is not None and all(transfer.result.ok) for transfer in transfers)
             await running
-        # The timer of the drain is gone: time does not run on to it.
-        await asyncio.sleep(0)
-        assert world.monotonic() == 9.0
         rig.check_at_rest()
 
     run_simulated(main, 0)
+
+
+def test_a_drain_ends_when_what_it_waits_for_is_cancelled() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world)
+        async with rig.running(), asyncio.TaskGroup() as group:
+            transfer = await rig.lane.submit(rig.pages(2), priority=DEMAND)
+            closing = group.create_task(rig.lane.close(drain_until=None))
+            # Whichever comes first, the worker, the closer, or the canceller.
+            for _ in range(world.seed):
+                await asyncio.sleep(0)
+            assert transfer.cancel() == (world.seed == 0)
+            await closing
+            assert world.monotonic() == (0.0 if world.seed == 0 else 2.0)
+
+    for seed in range(3):
+        run_simulated(main, seed)
+
+
+def test_no_timer_outlives_what_it_was_set_for() -> None:
+    worlds: list[World] = []
+
+    async def main(world: World) -> None:
+        worlds.append(world)
+        rig = Rig(world, max_queued_pages=4)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(rig.lane.run())
+            await rig.lane.submit(rig.pages(1), priority=DEMAND, deadline=1e6)
+            cancelled = await rig.lane.submit(rig.pages(3), priority=DEMAND, deadline=2e6)
+            waits = group.create_task(rig.lane.submit(rig.pages(4), priority=DEMAND, deadline=3e6))
+            await asyncio.sleep(0.5)
+            cancelled.cancel()
+            await waits
+            await rig.lane.close(drain_until=4e6)
+        await asyncio.Event().wait()  # for ever, or until a timer is found
+
+    with pytest.raises(DeadlockError):
+        run_simulated(main, 0)
+    assert worlds[0].monotonic() < 100.0
 
 
 def test_what_is_left_when_draining_is_over_was_never_copied() -> None:
@@ -801,6 +884,26 @@ def test_an_owner_that_fails_leaves_no_copy_behind() -> None:
         assert world.monotonic() == 3.0
         assert [transfer.result for transfer in transfers] == [TransferResult((OK,) * 3, seconds=3.0, unwanted=False)]
         rig.check_at_rest()
+
+    run_simulated(main, 0)
+
+
+def test_workers_that_are_cancelled_end_and_leave_nobody_waiting() -> None:
+    """What a loop does that is torn down with everything in it, or an owner whose `run` was never waited for."""
+
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=1, num_workers=2)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(rig.lane.run())
+            transfer = await rig.lane.submit(rig.pages(4), priority=DEMAND)
+            await asyncio.sleep(0.5)
+            workers = [task for task in asyncio.all_tasks() if "worker" in task.get_name()]
+            assert len(workers) == 2
+            for worker in workers:
+                worker.cancel()
+            assert (await transfer.wait()).outcomes == (ERROR, ERROR, None, None)
+            await rig.lane.close(drain_until=None)
+        assert (rig.device.cancelled_calls, rig.lane.stats.unexpected) == (2, 0)
 
     run_simulated(main, 0)
 
