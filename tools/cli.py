@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from io import TextIOWrapper
+from io import TextIOBase, TextIOWrapper
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -103,9 +103,10 @@ def _without_command(arguments: list[str]) -> int:
 
 
 def _complain(name: str, message: str, status: Exit) -> int:
+    _flushed(status)  # what was printed before comes before
     with suppress(OSError):  # nobody may be left to be told
         print(f"hicache {name}".rstrip() + ": " + " ".join(message.split("\n")), file=sys.stderr, flush=True)
-    return _flushed(status)
+    return status
 
 
 def _flushed(status: int) -> int:
@@ -129,11 +130,18 @@ def _silence_stdout() -> None:
 
 def _prepare_streams() -> None:
     if sys.stdout is None:  # started with standard output closed
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
+        sys.stdout = _Nowhere()
     for stream in (sys.stdout, sys.stderr):
         # A name that the stream's encoding lacks is escaped; it does not end the command.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+class _Nowhere(TextIOBase):
+    """Takes text and forgets it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 @contextmanager

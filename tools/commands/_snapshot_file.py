@@ -1,12 +1,11 @@
 """What `hicache tree` and `hicache stats` share: which snapshot, and what is said about it first."""
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from hicache.tools.exits import Exit, UsageProblem
+from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.snapshot import Snapshot
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds, plural
@@ -34,13 +33,12 @@ def chosen_file(args: argparse.Namespace) -> Path:
     return path
 
 
-def status(snapshot: Snapshot) -> Exit:
-    """The exit status after showing `snapshot`, with a line on standard error if parts of it were damaged."""
-    if not snapshot.num_damaged:
-        return Exit.OK
-    print(f"hicache: {plural(snapshot.num_damaged, 'prefix', 'prefixes')} of the file are damaged and left out",
-          file=sys.stderr)  # fmt: skip
-    return Exit.FAILED
+def check_whole(snapshot: Snapshot) -> None:
+    """After `snapshot` was shown: raise `CommandFailed` if parts of it were damaged."""
+    if snapshot.num_damaged:
+        raise CommandFailed(
+            f"{plural(snapshot.num_damaged, 'prefix', 'prefixes')} of the file are damaged and left out"
+        )
 
 
 def heading(path: Path, snapshot: Snapshot, style: Style) -> str:

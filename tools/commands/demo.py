@@ -68,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
     options = _options(args)
     style = Style.of(sys.stdout)
-    from hicache.tools.demo.plan import read_sources
-    from hicache.tools.demo.screen import Screen
+    from hicache.tools.demo.sources import read_sources
 
-    # Whatever can be checked without torch and the model has been checked before they are loaded.
     sources = read_sources(options)
+    # Heavy from here on: whatever can be wrong with options and files would have been said by now.
     from hicache.tools.demo.run import run_demo
+    from hicache.tools.demo.screen import Screen
 
     return run_demo(options, sources, Screen(sys.stdout, style))
 

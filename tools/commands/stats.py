@@ -5,6 +5,7 @@ import json
 import sys
 
 from hicache.tools.commands import _snapshot_file as common
+from hicache.tools.exits import Exit
 from hicache.tools.snapshot import Snapshot, load
 from hicache.tools.terminal import Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds
@@ -27,12 +28,13 @@ def run(args: argparse.Namespace) -> int:
     snapshot = load(path)
     if args.json:
         print(json.dumps(to_json(snapshot), indent=2))
-        return common.status(snapshot)
-    style = Style.of(sys.stdout)
-    print(common.heading(path, snapshot, style))
-    for line in lines(snapshot, style):
-        print(line)
-    return common.status(snapshot)
+    else:
+        style = Style.of(sys.stdout)
+        print(common.heading(path, snapshot, style))
+        for line in lines(snapshot, style):
+            print(line)
+    common.check_whole(snapshot)
+    return Exit.OK
 
 
 def to_json(snapshot: Snapshot) -> dict[str, object]:

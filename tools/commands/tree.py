@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.tools.commands import _snapshot_file as common
-from hicache.tools.exits import CommandFailed, UsageProblem
+from hicache.tools.exits import CommandFailed, Exit, UsageProblem
 from hicache.tools.snapshot import LABEL_TOKENS, PrefixNode, Snapshot, load
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable, visible_length
 from hicache.tools.units import format_bytes, plural
@@ -48,12 +48,13 @@ def run(args: argparse.Namespace) -> int:
     view = View(args.depth, args.width, show_text=args.text or decode is not None, decode=decode)
     if args.json:
         print(json.dumps(to_json(snapshot, view)))
-        return common.status(snapshot)
-    style = Style.of(sys.stdout)
-    print(common.heading(path, snapshot, style))
-    for line in lines(snapshot, view, style):
-        print(line)
-    return common.status(snapshot)
+    else:
+        style = Style.of(sys.stdout)
+        print(common.heading(path, snapshot, style))
+        for line in lines(snapshot, view, style):
+            print(line)
+    common.check_whole(snapshot)
+    return Exit.OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +79,39 @@ class Row:
     """One prefix of the drawn tree, or the remark that more are there."""
 
     branches: tuple[bool, ...]
-    """For each level above, whether that one has more siblings below; the last entry is the row's own."""
+    """For each rail to the left, whether it goes on below this row; the last one is the row's own."""
+    depth: int
+    """Levels down from the root, which is 1."""
     node: PrefixNode | None
+    continues: bool = False
+    """Whether it is its parent's only child: it is drawn straight below the parent, however long such a chain is."""
     hidden: tuple[PrefixNode, ...] = ()
     """The prefixes that a remark stands for."""
 
 
 def rows(roots: list[PrefixNode], view: View) -> Iterator[Row]:
     """The tree in the order in which it is drawn. Iterative: a long conversation is a deep tree."""
-    pending = list(reversed(list(_siblings(roots, (), view))))
+    pending = list(reversed(list(_siblings(roots, (), 1, view))))
     while pending:
         row = pending.pop()
         yield row
-        if row.node is not None and row.node.children:
-            if view.depth is not None and len(row.branches) >= view.depth:
-                yield Row((*row.branches, False), None, tuple(row.node.children))
-            else:
-                pending += reversed(list(_siblings(row.node.children, row.branches, view)))
+        if row.node is None or not row.node.children:
+            continue
+        if view.depth is not None and row.depth >= view.depth:
+            yield Row((*row.branches, False), row.depth + 1, None, hidden=tuple(row.node.children))
+        elif len(row.node.children) == 1:
+            pending.append(Row(row.branches, row.depth + 1, row.node.children[0], continues=True))
+        else:
+            pending += reversed(list(_siblings(row.node.children, row.branches, row.depth + 1, view)))
 
 
-def _siblings(nodes: list[PrefixNode], above: tuple[bool, ...], view: View) -> Iterator[Row]:
+def _siblings(nodes: list[PrefixNode], above: tuple[bool, ...], depth: int, view: View) -> Iterator[Row]:
     largest = sorted(nodes, key=lambda node: (-node.subtree_bytes, node.node_id))
     shown, hidden = largest[: view.width], tuple(largest[view.width :])
     for node in shown:
-        yield Row((*above, node is not shown[-1] or bool(hidden)), node)
+        yield Row((*above, node is not shown[-1] or bool(hidden)), depth, node)
     if hidden:
-        yield Row((*above, False), None, hidden)
+        yield Row((*above, False), depth, None, hidden=hidden)
 
 
 def lines(snapshot: Snapshot, view: View, style: Style) -> Iterator[str]:
@@ -132,10 +140,12 @@ def lines(snapshot: Snapshot, view: View, style: Style) -> Iterator[str]:
 
 def _line(row: Row, snapshot: Snapshot, view: View, style: Style, tree_columns: int) -> str:
     rails = ("│  ", "   ", "├─ ", "└─ ") if style.unicode else ("|  ", "   ", "|- ", "`- ")
-    indent = "".join(rails[0] if more else rails[1] for more in row.branches[:-1])
-    indent += rails[2] if row.branches[-1] else rails[3]
+    straight = row.branches if row.continues else row.branches[:-1]
+    indent = "".join(rails[0] if more else rails[1] for more in straight)
+    if not row.continues:
+        indent += rails[2] if row.branches[-1] else rails[3]
     if len(indent) > tree_columns - 12:  # too deep to draw: the depth as a number
-        indent = f"{len(row.branches)}{rails[3]}"
+        indent = f"{row.depth}{rails[3]}"
     if row.node is None:
         count = sum(node.subtree_nodes for node in row.hidden)
         size = format_bytes(sum(node.subtree_bytes for node in row.hidden))
@@ -181,7 +191,7 @@ def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
             continue
         node = row.node
         shown = {
-            "id": node.node_id, "parent": node.parent, "depth": len(row.branches), "namespace": node.namespace,
+            "id": node.node_id, "parent": node.parent, "depth": row.depth, "namespace": node.namespace,
             "tenant": node.tenant, "title": node.title, "first_token": node.first_token,
             "num_tokens": node.num_tokens, "bytes": node.size_bytes, "subtree_bytes": node.subtree_bytes,
             "subtree_prefixes": node.subtree_nodes, "residency": node.residency, "age_s": node.age_s,

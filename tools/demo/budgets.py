@@ -18,6 +18,8 @@ DOCUMENTS_IN_DEVICE: Final = 1.25
 """But at least so many of the largest document fit, up to `MAX_DEVICE_SHARE`: with few documents an eighth of them all
 is less than one, and then nothing would ever be served from the device alone."""
 MAX_DEVICE_SHARE: Final = 1 / 3
+MAX_CONTEXT_SHARE: Final = 1 / 1.7
+"""The device holds at most this much of the longest context, so that one request can be larger than the device."""
 HOST_SHARE: Final = 1 / 1.6
 NVME_SHARE: Final = 1.25
 """NVMe holds everything that the run caches, and some more."""
@@ -44,19 +46,21 @@ def choose_budgets(
     *,
     working_set_tokens: int,
     largest_tokens: int,
+    max_context: int,
     other_tokens: int,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
 ) -> Budgets:
-    """Budgets in whole pages for documents of `working_set_tokens` in all, the largest of `largest_tokens`, and
-    `other_tokens` that the run will cache beside them; what the user gave stays as it is.
+    """Budgets in whole pages for documents of `working_set_tokens` in all, the largest of `largest_tokens`, prompts of
+    at most `max_context`, and `other_tokens` that the run will cache beside the documents; what the user gave stays.
 
     Raises `UsageProblem` for a budget that is too small to work with.
     """
     check_budgets(layout, device_bytes, host_bytes)
     pages = layout.pages_for(working_set_tokens)
     roomy = min(layout.pages_for(largest_tokens) * DOCUMENTS_IN_DEVICE, pages * MAX_DEVICE_SHARE)
-    device_pages = max(int(pages * DEVICE_SHARE), int(roomy), MIN_DEVICE_PAGES)
+    device_pages = min(max(pages * DEVICE_SHARE, roomy), max_context * MAX_CONTEXT_SHARE / layout.page_size)
+    device_pages = max(int(device_pages), MIN_DEVICE_PAGES)
     host_pages = max(int(pages * HOST_SHARE), MIN_HOST_PAGES)
     nvme_pages = max(int(pages * NVME_SHARE), MIN_HOST_PAGES) + layout.pages_for(other_tokens)
     return Budgets(

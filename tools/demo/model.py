@@ -49,12 +49,12 @@ def find_model(directory: Path | None) -> "ModelFiles":
 
     Raises `UsageProblem` when there is none.
     """
-    quiet_transformers()
-    from hicache.service.engines import models
-
     if directory is not None and not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"
         raise UsageProblem(f"--model: {printable(os.fspath(directory))} {problem}")
+    quiet_transformers()
+    from hicache.service.engines import models
+
     try:
         return models.find_model(directory or DEFAULT_MODEL)
     except BadRequest as refusal:

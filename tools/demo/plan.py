@@ -1,6 +1,6 @@
-"""Everything that is decided before a run: checked, so that nothing is created for a run that cannot be.
+"""A run, decided before it begins: prompts down to the last token, budgets, and that there is room for them.
 
-The order is that of cost: options, then files, then the tokenizer, and weights only when all else is known to be right.
+It takes the tokenizer and the configuration of the model and creates nothing; weights are loaded for a plan that holds.
 """
 
 import random
@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.tiers.memory_limits import available_bytes
-from hicache.tools.demo import budgets as budget
-from hicache.tools.demo.corpus import (
-    Document,
-    SizedDocument,
-    fit,
-    read_documents,
-    read_questions,
-    with_questions,
-)
-from hicache.tools.demo.model import Prompter, find_model, load_config, max_positions
+from hicache.tools.demo.budgets import Budgets, check_budgets, check_disk, check_memory, choose_budgets
+from hicache.tools.demo.corpus import Document, SizedDocument, fit, with_questions
+from hicache.tools.demo.model import Prompter, load_config, max_positions
 from hicache.tools.demo.options import DEFAULT_DOCUMENTS, DemoOptions
+from hicache.tools.demo.sources import Sources
 from hicache.tools.demo.stdlib import standard_library
-from hicache.tools.demo.workload import QUESTION_TOKENS, Ask, build_workload, choose_oversized
+from hicache.tools.demo.workload import Ask, build_workload, choose_oversized
 from hicache.tools.exits import UsageProblem
 from hicache.tools.terminal import printable
 from hicache.tools.units import plural
@@ -36,21 +30,14 @@ PAGE_SIZE: Final = 16
 """Tokens in a page."""
 MAX_CONTEXT: Final = 131_072
 """Longest context used, in tokens, whatever more a model allows."""
-MIN_CONTEXT: Final = 256
-"""A model with a shorter context has no use for a cache of documents."""
+MIN_ROOM: Final = 2 * PAGE_SIZE
+"""A model whose context leaves less room for a document has no use for a cache."""
 TEMPLATE_SLACK: Final = 8
-"""Tokens by which parts may grow where they are joined."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """What a run is about, read and checked without a tokenizer."""
-
-    files: "ModelFiles"
-    documents: list[Document] | None
-    """The user's documents; None for the demo's own, which are rendered when their length can be measured."""
-    questions: tuple[str, ...] | None
-    notes: list[str]
+"""Tokens by which the template's parts may grow where a document joins them."""
+JOIN_TOKENS: Final = 2
+"""Most tokens that stand between two documents of one prompt."""
+MAX_CUT_NOTES: Final = 5
+"""Documents that are named when they are cut; more are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +49,7 @@ class Plan:
     prompter: Prompter
     layout: KVLayout
     documents: list[SizedDocument]
-    budgets: budget.Budgets
+    budgets: Budgets
     working_set_tokens: int
     asks: list[Ask]
     questions: list[str]
@@ -73,14 +60,6 @@ class Plan:
     """Remarks for people."""
 
 
-def read_sources(options: DemoOptions) -> Sources:
-    """Read and check everything that the options name. Raises `UsageProblem`, or `CommandFailed` without a model."""
-    options.check()
-    questions = read_questions(options.questions) if options.questions is not None else None
-    documents, notes = read_documents(options.docs) if options.docs is not None else (None, [])
-    return Sources(find_model(options.model), documents, questions, notes)
-
-
 def make_plan(options: DemoOptions, sources: Sources, nvme_parent: Path) -> Plan:
     """Decide the run. Loads tokenizer and configuration, not the weights.
 
@@ -88,44 +67,45 @@ def make_plan(options: DemoOptions, sources: Sources, nvme_parent: Path) -> Plan
     """
     config = load_config(sources.files)
     layout = layout_of_config(config, options.dtype)
-    budget.check_budgets(layout, options.device_bytes, options.host_bytes)
+    check_budgets(layout, options.device_bytes, options.host_bytes)
     prompter = Prompter(sources.files)
     notes = list(sources.notes)
-    documents = _documents(options, sources, prompter, config, notes)
-    sizes = [document.num_tokens for document in documents]
-    longest = max(len(prompter.prompt([document.document.text], question))
-                  for document in documents for question in document.document.questions[:1])  # fmt: skip
-    shared = len(prompter.prompt([""], ""))
     max_prompt = min(max_positions(config), MAX_CONTEXT) - options.max_new_tokens
-    working_set = sum(sizes) + shared
+    documents = _candidates(options, sources, prompter, notes)
+    room = _room(documents, prompter, max_prompt)
+    sized = _fitted(documents, room, prompter, notes)
+    sizes = [document.num_tokens for document in sized]
+    working_set = sum(sizes) + len(prompter.prompt([""], ""))
 
-    def chosen(other_tokens: int) -> budget.Budgets:
-        return budget.choose_budgets(
-            layout, working_set_tokens=working_set, largest_tokens=longest, other_tokens=other_tokens,
+    def budgets_with(other_tokens: int) -> Budgets:
+        return choose_budgets(
+            layout, working_set_tokens=working_set, largest_tokens=max(sizes) + max_prompt - room,
+            max_context=max_prompt, other_tokens=other_tokens,
             device_bytes=options.device_bytes, host_bytes=options.host_bytes,
         )  # fmt: skip
 
-    capacity = {"device_tokens": chosen(0).device_bytes // layout.page_bytes * layout.page_size,
-                "host_tokens": chosen(0).host_bytes // layout.page_bytes * layout.page_size}  # fmt: skip
-    overhead = shared + QUESTION_TOKENS + TEMPLATE_SLACK
-    oversized = choose_oversized(
-        sizes, device_tokens=capacity["device_tokens"], max_tokens=max_prompt - overhead, seed=options.seed
+    device_tokens, host_tokens = (
+        size // layout.page_bytes * layout.page_size
+        for size in (budgets_with(0).device_bytes, budgets_with(0).host_bytes)
     )
-    asks = build_workload(sizes, num_requests=options.requests, seed=options.seed, oversized=oversized, **capacity)
+    asks = build_workload(
+        sizes, num_requests=options.requests, seed=options.seed, device_tokens=device_tokens, host_tokens=host_tokens,
+        oversized=choose_oversized(
+            [size + JOIN_TOKENS for size in sizes], device_tokens=device_tokens, max_tokens=room, seed=options.seed
+        ),
+    )  # fmt: skip
+    if not any(ask.oversized for ask in asks):
+        notes.append("no request is larger than the device tier: the model's context or the documents are too short")
     questions = _questions(asks, documents, options.seed)
-    prompts = [prompter.prompt([documents[index].document.text for index in ask.documents], question)
-               for ask, question in zip(asks, questions, strict=True)]  # fmt: skip
-    _check_oversized(asks, prompts, capacity["device_tokens"], notes)
-    other = sum(
-        len(prompt) - sizes[ask.documents[0]] + options.max_new_tokens
-        for ask, prompt in zip(asks, prompts, strict=True)
-    )
-    plan = Plan(
-        options, sources.files, prompter, layout, documents, chosen(other), working_set, asks, questions, prompts, notes
-    )
-    budget.check_memory(plan.budgets, available_bytes(), device_is_cpu=options.device == "cpu")
-    budget.check_disk(nvme_parent, plan.budgets.nvme_bytes)
-    return plan
+    prompts = [
+        prompter.prompt([sized[index].document.text for index in ask.documents], question)
+        for ask, question in zip(asks, questions, strict=True)
+    ]
+    beside = (len(prompt) - sizes[ask.documents[0]] for ask, prompt in zip(asks, prompts, strict=True))
+    budgets = budgets_with(sum(beside) + len(asks) * options.max_new_tokens)
+    check_memory(budgets, available_bytes(), device_is_cpu=options.device == "cpu")
+    check_disk(nvme_parent, budgets.nvme_bytes)
+    return Plan(options, sources.files, prompter, layout, sized, budgets, working_set, asks, questions, prompts, notes)
 
 
 def layout_of_config(config: Any, dtype: str) -> KVLayout:
@@ -147,67 +127,50 @@ def layout_of_config(config: Any, dtype: str) -> KVLayout:
         raise UsageProblem(f"--model: this is not a decoder with keys and values: {printable(str(error))}") from error
 
 
-def _documents(
-    options: DemoOptions, sources: Sources, prompter: Prompter, config: Any, notes: list[str]
-) -> list[SizedDocument]:
-    """The documents, each short enough for the model, with what was cut or left out added to `notes`."""
-    context = min(max_positions(config), MAX_CONTEXT)
-    longest_question = max(
-        (prompter.prompt([""], question) for document in sources.documents or [] for question in document.questions),
-        key=len, default=prompter.prompt([""], "?" * QUESTION_TOKENS),
-    )  # fmt: skip
-    if sources.questions is not None:
-        longest_question = max((prompter.prompt([""], question) for question in sources.questions), key=len)
-    room = context - options.max_new_tokens - len(longest_question) - TEMPLATE_SLACK
-    if context < MIN_CONTEXT or room < PAGE_SIZE:
-        raise UsageProblem(
-            f"--model: a context of {context:,} tokens is too short for a question of {len(longest_question):,} tokens"
-        )
-    if sources.documents is None:
-        sized = standard_library(min(DEFAULT_DOCUMENTS, options.max_documents), prompter.count)
-        if sources.questions is not None:
-            asked = with_questions([document.document for document in sized], sources.questions)
-            sized = [SizedDocument(document, old.num_tokens) for document, old in zip(asked, sized, strict=True)]
-        too_long = [document for document in sized if document.num_tokens > room]
-        if too_long:
-            notes.append(f"{plural(len(too_long), 'document')} cut to the model's context of {context:,} tokens")
-        return [
-            fit(document.document, room, prompter.count) if document in too_long else document for document in sized
-        ]
+def _candidates(options: DemoOptions, sources: Sources, prompter: Prompter, notes: list[str]) -> list[Document]:
+    """The documents to ask about, whole, with their questions; a note says what is left out."""
     documents = sources.documents
-    if sources.questions is not None:
-        documents = with_questions(documents, sources.questions)
-    if len(documents) > options.max_documents:
+    if documents is None:
+        documents = standard_library(min(DEFAULT_DOCUMENTS, options.max_documents), prompter.count)
+    elif len(documents) > options.max_documents:
         notes.append(
             f"using the first {options.max_documents} of {plural(len(documents), 'document')}; "
-            f"--requests {len(documents) * 5 // 2 + 1} would use them all"
+            f"--requests {-(-len(documents) * 5 // 2)} would use them all"
         )
         documents = documents[: options.max_documents]
+    return documents if sources.questions is None else with_questions(documents, sources.questions)
+
+
+def _room(documents: Sequence[Document], prompter: Prompter, max_prompt: int) -> int:
+    """Tokens of documents that a prompt has room for, whatever the question. Raises `UsageProblem` for too few."""
+    questions = {question for document in documents for question in document.questions}
+    overhead = max(len(prompter.prompt([""], question)) for question in questions) + TEMPLATE_SLACK
+    if max_prompt - overhead < MIN_ROOM:
+        raise UsageProblem(
+            f"--model: a prompt of {max_prompt:,} tokens has no room for a document beside a question of {overhead:,}"
+        )
+    return max_prompt - overhead
+
+
+def _fitted(documents: Sequence[Document], room: int, prompter: Prompter, notes: list[str]) -> list[SizedDocument]:
+    """The documents, each short enough for the model; notes say which were cut."""
     sized = [fit(document, room, prompter.count) for document in documents]
-    notes += [
-        f"{printable(document.document.title, 60)} is longer than the model's context: cut to "
-        f"{document.num_tokens:,} tokens"
-        for document in sized
-        if document.cut_from is not None
-    ]
+    cut = [document for document in sized if document.cut_from is not None]
+    for document in cut[:MAX_CUT_NOTES]:
+        title = printable(document.document.title, 60)
+        notes.append(f"{title} is longer than the model's context: cut to {document.num_tokens:,} tokens")
+    if len(cut) > MAX_CUT_NOTES:
+        notes.append(f"{plural(len(cut) - MAX_CUT_NOTES, 'more document')} cut to the model's context")
     return sized
 
 
-def _questions(asks: Sequence[Ask], documents: Sequence[SizedDocument], seed: int) -> list[str]:
+def _questions(asks: Sequence[Ask], documents: Sequence[Document], seed: int) -> list[str]:
     """Each document's questions in turn, beginning with any; the oversized request asks about its last document, which
     is the farthest from where its context begins."""
     rng = random.Random(f"hicache demo questions {seed}")
-    first = [rng.randrange(len(document.document.questions)) for document in documents]
+    first = [rng.randrange(len(document.questions)) for document in documents]
     questions = []
     for ask in asks:
-        index = ask.documents[-1]
-        own = documents[index].document.questions
-        questions.append(own[(first[index] + ask.visit) % len(own)])
+        own = documents[ask.documents[-1]].questions
+        questions.append(own[(first[ask.documents[-1]] + ask.visit) % len(own)])
     return questions
-
-
-def _check_oversized(asks: list[Ask], prompts: Sequence[Sequence[int]], device_tokens: int, notes: list[str]) -> None:
-    if not any(ask.oversized and len(prompt) > device_tokens for ask, prompt in zip(asks, prompts, strict=True)):
-        notes.append(
-            "no request is larger than the device tier: the model's context or the documents are too short for it"
-        )

@@ -10,6 +10,7 @@ from hicache.tools.units import format_bytes, format_seconds, plural
 _TITLE_COLUMNS: Final = 16
 _BAR_CELLS: Final = 12
 _NUMBER_COLUMNS: Final = 9
+_TIME_COLUMNS: Final = 11
 TIER_NAMES: Final = {"device": "device", "host": "host", "nvme": "NVMe"}
 """The tiers as people write them."""
 _SERVED: Final = {tier: f"mostly from {name}" for tier, name in TIER_NAMES.items()} | {RECOMPUTE: "mostly computed"}
@@ -44,7 +45,7 @@ def _share(size: int, working_set: int) -> str:
 def table_head(style: Style) -> list[str]:
     """The column titles of the request lines."""
     columns = [pad(_name(source), _NUMBER_COLUMNS, right=True) for source in (*TIERS, "computed")]
-    text = f"  {'#':>5}  {'document':<{_TITLE_COLUMNS}}{'prompt':>8}" + "".join(columns) + f"{'TTFT':>9}"
+    text = f"  {'#':>5}  {'document':<{_TITLE_COLUMNS}}{'prompt':>8}" + "".join(columns) + f"{'TTFT':>{_TIME_COLUMNS}}"
     if _shows_answer(style):
         text += "  " + (pad("from", _BAR_CELLS + 2) if style.colour else "") + "answer"
     return [style.paint(text, Colour.DIM)]
@@ -57,7 +58,7 @@ def request_line(request: RequestResult, total: int, style: Style) -> str:
     cells = [_count(request.tokens.get(tier, 0), TIER_COLOURS[tier], style) for tier in TIERS]
     cells.append(_count(request.recomputed, Colour.COMPUTED, style))
     line = f"  {request.number:>2}/{total:<2}  {title:<{_TITLE_COLUMNS}}{request.prompt_tokens:>8,}" + "".join(cells)
-    line += pad(style.paint(format_seconds(request.ttft_s), None), 9, right=True)
+    line += f"{format_seconds(request.ttft_s):>{_TIME_COLUMNS}}"
     if _shows_answer(style):
         if style.colour:
             line += "  " + _sources_bar(request, style)

@@ -20,10 +20,11 @@ from hicache.tools.demo import report
 from hicache.tools.demo.compare import GREEDY, NEAR_TIE, Answer, compare, plain_answer
 from hicache.tools.demo.model import load_model, quiet_transformers
 from hicache.tools.demo.options import DemoOptions
-from hicache.tools.demo.plan import Plan, Sources, make_plan
+from hicache.tools.demo.plan import Plan, make_plan
 from hicache.tools.demo.process_io import ProcessIO
 from hicache.tools.demo.results import DemoResult, RequestResult, TierUse, choose_comparisons
 from hicache.tools.demo.screen import Bar, Screen
+from hicache.tools.demo.sources import Sources
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
 from hicache.tools.snapshot import wrap
 from hicache.tools.terminal import printable

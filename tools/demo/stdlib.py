@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Final
 
-from hicache.tools.demo.corpus import CountTokens, Document, SizedDocument, fit
+from hicache.tools.demo.corpus import CountTokens, Document, fit
 from hicache.tools.exits import CommandFailed
 
 MIN_TOKENS: Final = 1_500
@@ -138,12 +138,12 @@ _KEPT_GROUPS: Final = frozenset(
 )
 
 
-def standard_library(num_documents: int, count_tokens: CountTokens) -> list[SizedDocument]:
+def standard_library(num_documents: int, count_tokens: CountTokens) -> list[Document]:
     """`num_documents` documents of `MIN_TOKENS` to `MAX_TOKENS` tokens each.
 
     Raises `CommandFailed` when so many cannot be had: a Python without docstrings (`-OO`), or one with few modules.
     """
-    documents: list[SizedDocument] = []
+    documents: list[Document] = []
     for source in SOURCES:
         if len(documents) == num_documents:
             break
@@ -152,9 +152,9 @@ def standard_library(num_documents: int, count_tokens: CountTokens) -> list[Size
         except ImportError:
             continue  # sqlite3 is missing from some builds
         target = _TARGETS[len(documents) % len(_TARGETS)]
-        document = fit(Document(source.module, text, source.questions), target, count_tokens)
-        if document.num_tokens >= MIN_TOKENS:
-            documents.append(document)
+        sized = fit(Document(source.module, text, source.questions), target, count_tokens)
+        if sized.num_tokens >= MIN_TOKENS:
+            documents.append(sized.document)
     if len(documents) < num_documents:
         raise CommandFailed(
             f"the standard library's documentation gives only {len(documents)} of {num_documents} documents "
