@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,16 +25,22 @@ SYSTEM_PROMPT: Final = (
     "short sentence."
 )
 """Begins every prompt, so that all documents share its pages."""
-_QUIET: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1",
-                 "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+_QUIET: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def quiet_transformers() -> Any:
-    """Import `transformers` such that it neither looks at the network nor writes among our lines. Returns the module.
+    """Import `transformers` such that it looks at no network, writes nothing among our lines and makes no directory.
+    Returns the module.
 
     Raises `CommandFailed` when it is not installed.
     """
-    for name, value in _QUIET.items():
+    # torch's compiler, which is imported and not used, makes a directory for its results then; it finds one instead.
+    for name, value in {**_QUIET, "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir()}.items():
         os.environ.setdefault(name, value)
     if find_spec("transformers") is None:
         raise CommandFailed("transformers is not installed: pip install 'hicache[demo]'")
