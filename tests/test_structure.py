@@ -98,7 +98,8 @@ def third_parties_are_the_folders_own(path: PurePosixPath, source: str) -> list[
     allowed = THIRD_PARTY.get(path.parts[0])
     if allowed is None:
         return []
-    known = allowed | sys.stdlib_module_names | {"hicache"}
+    # `_typeshed` exists for type checkers only.
+    known = allowed | sys.stdlib_module_names | {"hicache", "_typeshed"}
     return [
         f"{path}:{_line(node)}: {path.parts[0]}/ imports {name}"
         for node in ast.walk(_parse(source))
