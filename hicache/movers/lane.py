@@ -1,127 +1,20 @@
-"""Movers: what copies pages from one tier to another. A `Lane` is one direction between two tiers.
-
-A lane decides nothing about what to move. It takes transfers, orders them by priority and then by arrival, and carries
-them out in batches of neighbouring slots; one end of every lane is the host tier, whose slots are memory. Invariants:
-
-1. Every page that was submitted ends exactly once, in the transfer it came with: with an `Outcome`, or with None if it
-   was never copied. A transfer ends once, when its last page has; its `on_done` is called once, at that moment.
-2. At most `max_queued_pages` pages of one priority wait. A larger transfer is taken when it is the only one of its
-   priority. Submitters wait in order of arrival, so nothing is dropped and nobody is overtaken by an equal.
-3. At most `max_in_flight_bytes` are being copied at any moment.
-4. A copy that has begun is waited for, whatever happens: its buffers and slots belong to it until the tier returned.
-   Neither cancelling a transfer, nor closing the lane, nor cancelling `run` cancels a coroutine of a tier.
-5. A slot that was freed since the move was decided is neither read from nor written to: its page ends as `STALE`. If
-   it is freed during the copy, which owners do not do, the page ends as `STALE` too.
-
-Everything in here belongs to one event loop. The lane's workers are children of `run`; nothing else starts a task.
-"""
+"""A lane: takes transfers, orders them, has them copied, and tells their owners. The invariants are the package's."""
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final, Protocol
+from typing import Final
 
 from hicache.clock import Clock
 from hicache.errors import BadRequest
-from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, SupportsDeclare, SupportsView, Tier
+from hicache.movers.copier import find_copier
+from hicache.movers.line import Line, Turn
+from hicache.movers.speed import Speed
+from hicache.movers.transfer import PageMove, Priority, Transfer, TransferResult
+from hicache.tier import Outcome, Tier
 
 _log = logging.getLogger(__name__)
-
-
-class Priority(IntEnum):
-    """What goes first. Equals go in order of arrival."""
-
-    DEMAND = 0
-    """A request waits for it."""
-    PREFETCH = 1
-    """A request is expected to want it."""
-    WRITE_BACK = 2
-    """Nobody waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageMove:
-    """One page to copy, with the generations that its two slots had when that was decided."""
-
-    source_slot: int
-    source_generation: int
-    target_slot: int
-    target_generation: int
-    identity: PageIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """How a transfer ended."""
-
-    outcomes: tuple[Outcome | None, ...]
-    """One a page, in order. None: never copied, because the transfer was cancelled, its deadline passed before the copy
-    began, or the lane was closed."""
-    seconds: float
-    """From `submit` to the end, waiting included."""
-    unwanted: bool
-    """Somebody cancelled the transfer before it ended. Pages that are `OK` nevertheless are there."""
-
-    @property
-    def ok(self) -> tuple[bool, ...]:
-        """Which pages are whole in the target, in order."""
-        return tuple(outcome is Outcome.OK for outcome in self.outcomes)
-
-
-class Transfer:
-    """Pages on their way through a lane. Made by `Lane.submit`.
-
-    Its result may be had in three ways: `wait` for it, look at `result`, or be called back (`on_done`). Whoever changes
-    state by the result is called back: a task that is cancelled while it waits learns nothing, and the copy went on.
-    """
-
-    def __init__(
-        self,
-        lane: "Lane",
-        pages: Iterable[PageMove],
-        priority: Priority,
-        deadline: float | None,
-        on_done: "Callable[[Transfer], None] | None",
-    ) -> None:
-        self.pages: Final = tuple(pages)
-        self.priority: Final = priority
-        self.deadline: Final = deadline
-        """Monotonic seconds. Pages whose copy has not begun by then are not copied."""
-        self.result: TransferResult | None = None
-        """None until the transfer has ended."""
-        self._lane = lane
-        self._on_done = on_done
-        self._submitted = lane.clock.monotonic()
-        self._outcomes: list[Outcome | None] = [None] * len(self.pages)
-        # Pages [0, _next) have begun, `_under_way` of them have not ended; [_next, len) wait.
-        self._next = 0
-        self._under_way = 0
-        self._unwanted = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._ended = asyncio.Event()
-
-    async def wait(self) -> TransferResult:
-        """Wait until the transfer has ended, for as long as that takes.
-
-        Raises nothing for what a device does. Cancelling the waiting task does not cancel the transfer.
-        """
-        await self._ended.wait()
-        assert self.result is not None
-        return self.result
-
-    def cancel(self) -> bool:
-        """Give the transfer up. True: no copy had begun, and it has now ended with None for every page. False: it had
-        ended before, or copies had begun; pages not yet begun are left out, and the end is reported as always, with
-        `unwanted` set, as soon as no copy is under way."""
-        if self.result is not None:
-            return False
-        self._unwanted = True
-        never_started = self._next == 0
-        self._lane._withdraw(self)
-        return never_started
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +90,13 @@ class Lane:
         self.name: Final = f"{source.tier_id}->{target.tier_id}"
         """As in `host->nvme`."""
         self.clock: Final = clock
-        self._copier = _copier(source, target)
+        self._copier = find_copier(source, target)
         self._page_bytes = page_bytes
         self._max_in_flight_pages = max_in_flight_bytes // page_bytes
         self._batch_pages = batch_pages
         self._num_workers = num_workers
 
-        self._lines = {priority: _Line(max_queued_pages) for priority in Priority}
+        self._lines = {priority: Line(max_queued_pages) for priority in Priority}
         self._work = asyncio.Event()
         """Set when a worker that found nothing to do should look again."""
         self._running = False
@@ -213,7 +106,7 @@ class Lane:
         self._drain_until = float("inf")
         self._drain_timer: asyncio.TimerHandle | None = None
 
-        self._speed = _Speed()
+        self._speed = Speed()
         self._in_flight_pages = 0
         self._measured_at = 0.0
         """When a copy last ended, or when the lane last became busy, whichever is later."""
@@ -243,11 +136,11 @@ class Lane:
         On a closed lane, or with the deadline past, the transfer has ended when it is returned. If the caller is
         cancelled while it waits here, nothing was submitted and `on_done` will not be called.
         """
-        transfer = Transfer(self, pages, priority, deadline, on_done)
+        transfer = self._transfer(pages, priority, deadline, on_done)
         line = self._lines[priority]
         num_pages = len(transfer.pages)
         if not self._closing and not line.takes(num_pages):
-            turn = _Turn(num_pages, asyncio.get_running_loop().create_future())
+            turn = Turn(num_pages, asyncio.get_running_loop().create_future())
             line.turns.append(turn)
             timer = None
             if deadline is not None:
@@ -277,7 +170,7 @@ class Lane:
         on_done: Callable[[Transfer], None] | None = None,
     ) -> Transfer | None:
         """`submit` without waiting: None if the queue has no room now, others wait for it, or the lane is closed."""
-        transfer = Transfer(self, pages, priority, deadline, on_done)
+        transfer = self._transfer(pages, priority, deadline, on_done)
         if self._closing or not self._lines[priority].takes(len(transfer.pages)):
             return None
         self._take_in(transfer, has_room=True)
@@ -361,6 +254,16 @@ class Lane:
     def _seconds_until(self, moment: float) -> float:
         return max(0.0, moment - self.clock.monotonic())
 
+    def _transfer(
+        self,
+        pages: Iterable[PageMove],
+        priority: Priority,
+        deadline: float | None,
+        on_done: Callable[[Transfer], None] | None,
+    ) -> Transfer:
+        now = self.clock.monotonic()
+        return Transfer(pages, priority=priority, deadline=deadline, on_done=on_done, now=now, withdraw=self._withdraw)
+
     def _take_in(self, transfer: Transfer, *, has_room: bool) -> None:
         """The transfer enters the queue; or ends here, if it comes too late or is empty."""
         self._submitted += len(transfer.pages)
@@ -397,7 +300,7 @@ class Lane:
             return
         if transfer._timer is not None:
             transfer._timer.cancel()
-        seconds = self.clock.monotonic() - transfer._submitted
+        seconds = self.clock.monotonic() - transfer._submitted_at
         transfer.result = TransferResult(tuple(transfer._outcomes), seconds, transfer._unwanted)
         transfer._ended.set()
         if transfer._on_done is not None:
@@ -508,218 +411,3 @@ class Lane:
         elif self._drain_until < float("inf"):
             loop = asyncio.get_running_loop()
             self._drain_timer = loop.call_later(self._seconds_until(self._drain_until), self._drain)
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """A submitter that waits for room."""
-
-    num_pages: int
-    ended: asyncio.Future[None]
-    """Done when there is room, or when waiting is over: the lane closed, or the deadline passed."""
-    granted: bool = False
-    """`num_pages` are reserved for it in its line."""
-
-    def end(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-class _Line:
-    """Transfers of one priority with pages that have not begun, first come first served, and who waits to join them."""
-
-    def __init__(self, max_pages: int) -> None:
-        self.transfers: deque[Transfer] = deque()
-        self.turns: deque[_Turn] = deque()
-        self.num_pages = 0
-        """Pages of `transfers` that have not begun."""
-        self._reserved = 0
-        self._max_pages = max_pages
-
-    def _has_room(self, num_pages: int) -> bool:
-        load = self.num_pages + self._reserved
-        # What is larger than the queue goes in alone; it would otherwise wait for ever.
-        return load == 0 or load + num_pages <= self._max_pages
-
-    def takes(self, num_pages: int) -> bool:
-        """Whether that many pages may join now, ahead of nobody."""
-        return not self.turns and self._has_room(num_pages)
-
-    def grant(self) -> None:
-        """Let in who waits, as far as there is room. It is reserved until he has run: he may have been cancelled."""
-        while self.turns and self._has_room(self.turns[0].num_pages):
-            turn = self.turns.popleft()
-            turn.granted = True
-            self._reserved += turn.num_pages
-            turn.end()
-
-    def give_back(self, turn: _Turn) -> None:
-        """The turn is over, granted or not."""
-        if turn.granted:
-            self._reserved -= turn.num_pages
-        elif turn in self.turns:
-            self.turns.remove(turn)
-
-    def end_turns(self) -> None:
-        """Nobody is let in any more."""
-        while self.turns:
-            self.turns.popleft().end()
-
-    def append(self, transfer: Transfer) -> None:
-        if transfer.pages:
-            self.transfers.append(transfer)
-            self.num_pages += len(transfer.pages)
-
-    def begin(self, transfer: Transfer, max_pages: int) -> list[tuple[Transfer, int]]:
-        """Begin the next pages of the first transfer; it leaves the line with its last."""
-        start, stop = transfer._next, min(transfer._next + max_pages, len(transfer.pages))
-        transfer._next = stop
-        transfer._under_way += stop - start
-        self.num_pages -= stop - start
-        if stop == len(transfer.pages):
-            self.transfers.popleft()
-        return [(transfer, index) for index in range(start, stop)]
-
-    def remove(self, transfer: Transfer) -> int:
-        """Take out what has not begun of a transfer. Returns how many pages that were."""
-        num_pages = len(transfer.pages) - transfer._next
-        if num_pages:
-            self.transfers.remove(transfer)
-            self.num_pages -= num_pages
-            transfer._next = len(transfer.pages)
-        return num_pages
-
-
-class _Copier(Protocol):
-    """How a batch goes from one end of a lane to the other."""
-
-    def place(self, page: PageMove) -> int:
-        """What to sort by, so that neighbours are handed over as neighbours: the slot in the tier beside the host."""
-        ...
-
-    async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
-        """Copy; one outcome each, in order. Raises only what a tier raises against its contract."""
-        ...
-
-
-class _ViewableTier(Tier, SupportsView, Protocol):
-    """The host as a source."""
-
-
-class _FillableTier(Tier, SupportsView, SupportsDeclare, Protocol):
-    """The host as a target."""
-
-
-def _copier(source: Tier, target: Tier) -> _Copier:
-    if isinstance(target, SupportsView) and isinstance(target, SupportsDeclare):
-        return _IntoHost(source, target)
-    if isinstance(source, SupportsView):
-        return _OutOfHost(source, target)
-    raise BadRequest("source, target", f"neither {source.tier_id} nor {target.tier_id} gives views of its slots")
-
-
-class _IntoHost:
-    """The source reads straight into the host's slots; the host is told afterwards what they hold."""
-
-    def __init__(self, source: Tier, host: _FillableTier) -> None:
-        self._source = source
-        self._host = host
-
-    def place(self, page: PageMove) -> int:
-        return page.source_slot
-
-    async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
-        host = self._host
-        outcomes = [Outcome.STALE] * len(pages)
-        # A slot that was freed while the transfer waited may be somebody else's by now.
-        live = [i for i, page in enumerate(pages) if host.generation(page.target_slot) == page.target_generation]
-        reads = [
-            PageRead(page.source_slot, page.source_generation, page.identity, into=host.view(page.target_slot))
-            for page in (pages[i] for i in live)
-        ]
-        if reads:
-            # Paired before anything is declared: a tier that reports too little is believed in nothing.
-            for i, outcome in list(zip(live, await self._source.read(reads), strict=True)):
-                page = pages[i]
-                if outcome is Outcome.OK:
-                    outcome = host.declare(page.target_slot, page.target_generation, page.identity)
-                outcomes[i] = outcome
-        return outcomes
-
-
-class _OutOfHost:
-    """The target takes its data straight from the host's slots."""
-
-    def __init__(self, host: _ViewableTier, target: Tier) -> None:
-        self._host = host
-        self._target = target
-
-    def place(self, page: PageMove) -> int:
-        return page.target_slot
-
-    async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
-        outcomes = [self._check(page) for page in pages]
-        live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        writes = [
-            PageWrite(page.target_slot, page.target_generation, page.identity, data=self._host.view(page.source_slot))
-            for page in (pages[i] for i in live)
-        ]
-        if writes:
-            for i, outcome in zip(live, await self._target.write(writes), strict=True):
-                # Freed during the copy: what was written may be another page's bytes under this page's name.
-                still = self._check(pages[i])
-                outcomes[i] = outcome if still is Outcome.OK else still
-        return outcomes
-
-    def _check(self, page: PageMove) -> Outcome:
-        return self._host.check(page.source_slot, page.source_generation, page.identity)
-
-
-class _Speed:
-    """What a lane's copies cost, learnt from those that ended well.
-
-    Between two ends of copies in a busy lane, `x` batches' worth of pages (0 < x <= 1) take
-
-        seconds = latency * h + full_batch * x          h = 1 if the lane was idle before, else 0
-
-    because a lane with several workers hides all but the first latency. Both unknowns are fitted by least squares over
-    samples whose weight decays with each new one. A small ridge decides where samples cannot tell the two apart (full
-    batches from an idle lane, nothing else): it splits their time evenly, which is right for full batches.
-    """
-
-    _DECAY: Final = 1 - 1 / 32
-    _RIDGE: Final = 1e-6
-
-    def __init__(self) -> None:
-        self._hh = self._hx = self._xx = self._hy = self._xy = 0.0
-        self.latency_s: float | None = None
-        """Seconds of a batch beside its bytes; None until something was measured."""
-        self.page_s: float | None = None
-        """Seconds of one page's bytes; None until something was measured, or if that took no time."""
-
-    def add(self, seconds: float, *, num_pages: int, batch_pages: int, exposed: bool) -> None:
-        """A copy of `num_pages` pages ended `seconds` after the one before it, or after the lane became busy."""
-        h, x = float(exposed), num_pages / batch_pages
-        decay = self._DECAY
-        self._hh = decay * self._hh + h * h
-        self._hx = decay * self._hx + h * x
-        self._xx = decay * self._xx + x * x
-        self._hy = decay * self._hy + h * seconds
-        self._xy = decay * self._xy + x * seconds
-        ridge = self._RIDGE * (self._hh + self._xx)
-        hh, xx = self._hh + ridge, self._xx + ridge
-        determinant = hh * xx - self._hx * self._hx
-        latency = (xx * self._hy - self._hx * self._xy) / determinant
-        full_batch = (hh * self._xy - self._hx * self._hy) / determinant
-        if latency < 0 or full_batch < 0:
-            # Noise may ask for less than nothing of one; then the other explains all there is.
-            latency = 0.0 if latency < 0 else self._hy / hh
-            full_batch = 0.0 if full_batch < 0 else self._xy / xx
-        self.latency_s = latency
-        self.page_s = full_batch / batch_pages or None
-
-    def seconds(self, num_pages: int, batch_pages: int, *, overlapped: bool) -> float:
-        """What `num_pages` pages take in an idle lane; with `overlapped`, only the first batch shows its latency."""
-        num_batches = -(-num_pages // batch_pages)
-        exposed = min(num_batches, 1) if overlapped else num_batches
-        return exposed * (self.latency_s or 0.0) + num_pages * (self.page_s or 0.0)

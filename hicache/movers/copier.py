@@ -1,0 +1,94 @@
+"""How a batch of pages is copied, by which end of a lane is the host; and when its slots are looked at."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hicache.errors import BadRequest
+from hicache.movers.transfer import PageMove
+from hicache.tier import Outcome, PageRead, PageWrite, SupportsDeclare, SupportsView, Tier
+
+
+class Copier(Protocol):
+    """How a batch goes from one end of a lane to the other."""
+
+    def place(self, page: PageMove) -> int:
+        """What to sort by, so that neighbours are handed over as neighbours: the slot in the tier beside the host."""
+        ...
+
+    async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
+        """Copy; one outcome each, in order. Raises only what a tier raises against its contract."""
+        ...
+
+
+class ViewableTier(Tier, SupportsView, Protocol):
+    """The host as a source."""
+
+
+class FillableTier(Tier, SupportsView, SupportsDeclare, Protocol):
+    """The host as a target."""
+
+
+def find_copier(source: Tier, target: Tier) -> Copier:
+    """The way between two tiers. Raises `BadRequest` when neither is the host."""
+    if isinstance(target, SupportsView) and isinstance(target, SupportsDeclare):
+        return IntoHost(source, target)
+    if isinstance(source, SupportsView):
+        return OutOfHost(source, target)
+    raise BadRequest("source, target", f"neither {source.tier_id} nor {target.tier_id} gives views of its slots")
+
+
+class IntoHost:
+    """The source reads straight into the host's slots; the host is told afterwards what they hold."""
+
+    def __init__(self, source: Tier, host: FillableTier) -> None:
+        self._source = source
+        self._host = host
+
+    def place(self, page: PageMove) -> int:
+        return page.source_slot
+
+    async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
+        host = self._host
+        outcomes = [Outcome.STALE] * len(pages)
+        # A slot that was freed while the transfer waited may be somebody else's by now.
+        live = [i for i, page in enumerate(pages) if host.generation(page.target_slot) == page.target_generation]
+        reads = [
+            PageRead(page.source_slot, page.source_generation, page.identity, into=host.view(page.target_slot))
+            for page in (pages[i] for i in live)
+        ]
+        if reads:
+            # Paired before anything is declared: a tier that reports too little is believed in nothing.
+            for i, outcome in list(zip(live, await self._source.read(reads), strict=True)):
+                page = pages[i]
+                if outcome is Outcome.OK:
+                    outcome = host.declare(page.target_slot, page.target_generation, page.identity)
+                outcomes[i] = outcome
+        return outcomes
+
+
+class OutOfHost:
+    """The target takes its data straight from the host's slots."""
+
+    def __init__(self, host: ViewableTier, target: Tier) -> None:
+        self._host = host
+        self._target = target
+
+    def place(self, page: PageMove) -> int:
+        return page.target_slot
+
+    async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
+        outcomes = [self._check(page) for page in pages]
+        live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        writes = [
+            PageWrite(page.target_slot, page.target_generation, page.identity, data=self._host.view(page.source_slot))
+            for page in (pages[i] for i in live)
+        ]
+        if writes:
+            for i, outcome in zip(live, await self._target.write(writes), strict=True):
+                # Freed during the copy: what was written may be another page's bytes under this page's name.
+                still = self._check(pages[i])
+                outcomes[i] = outcome if still is Outcome.OK else still
+        return outcomes
+
+    def _check(self, page: PageMove) -> Outcome:
+        return self._host.check(page.source_slot, page.source_generation, page.identity)
