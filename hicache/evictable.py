@@ -11,7 +11,7 @@ A node is listed in a tier while all of this holds there:
 from collections.abc import Sequence
 
 from hicache.lease import Hold
-from hicache.node import COUNT_BITS, TIER_MASK, Node
+from hicache.node import COUNT_BITS, COUNT_MASK, TIER_MASK, Node
 from hicache.policy.base import EvictionPolicy
 
 
@@ -80,7 +80,7 @@ def tiers_of_children(node: Node) -> int:
     """Bit mask of the tiers in which at least one child is RESIDENT or ARRIVING."""
     counts, mask, bit = node._in_tier, 0, 1
     while counts:
-        if counts & ((1 << COUNT_BITS) - 1):
+        if counts & COUNT_MASK:
             mask |= bit
         counts >>= COUNT_BITS
         bit <<= 1

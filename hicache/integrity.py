@@ -3,13 +3,14 @@
 Everything that the tree keeps incrementally is computed again here from the nodes, the handles and nothing else.
 """
 
+import gc
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicache.evictable import is_held, tiers_of_children
 from hicache.lease import Hold, Move
-from hicache.node import TIER_MASK, Node, state_of
+from hicache.node import TIER_MASK, Node, child_nodes, slots_of, state_of
 from hicache.residency import IN_TIER, Residency
 from hicache.tier import chain_digest
 
@@ -49,7 +50,7 @@ def _reachable(tree: "HiRadixTree") -> list[Node]:
         stack: list[Node] = [root]
         while stack:
             parent = stack.pop()
-            for key, child in (parent._children or {}).items():
+            for key, (child,) in (parent._children or {}).items():
                 assert child._parent is parent, "2: a child names another parent"
                 assert child._key == key, "2: a child stands under another key than its first page"
                 assert child._root is root, "2: a child belongs to another namespace"
@@ -67,6 +68,7 @@ def _check_tokens(tree: "HiRadixTree", node: Node) -> None:
     assert len(node._key) == page_bytes, "1: a key is not one page"
     assert 0 <= node._start <= len(node._buffer) - needed, "1: a node's tokens are not there"
     assert len(node._buffer) <= 2 * needed, "a node keeps more than twice its tokens alive"
+    assert not any(map(gc.is_tracked, (node, node.box, node._children))), "the collector sees a node"
     parent = node._parent
     if node._chain is not None and parent is not None and parent._chain is not None:
         data, chain = tree._node_bytes(node), parent._chain
@@ -77,17 +79,16 @@ def _check_tokens(tree: "HiRadixTree", node: Node) -> None:
 
 def _check_residency(tree: "HiRadixTree", node: Node) -> None:
     assert node._states & TIER_MASK, "3: a node in the tree has no copy that can be served"
+    num_held = 0
     for index in range(len(tree.tiers)):
         state = state_of(node._states, index)
-        slots = node._slots[index]
-        assert (slots is None) == (state is Residency.ABSENT), f"4: {state.name} and slots disagree"
-        if slots is not None:
-            assert len(slots) == 4 * node._num_pages, "4: a node has not one slot a page"
+        num_held += state is not Residency.ABSENT
         in_tier = sum(
             state_of(child._states, index) in IN_TIER
-            for child in (node._children or {}).values()
+            for child in child_nodes(node)
         )
         assert node._in_tier >> 32 * index & 0xFFFFFFFF == in_tier, "9: children in a tier are miscounted"
+    assert len(node._slots) == 4 * node._num_pages * num_held, "4: a node has not one slot a page in each tier"
     assert node._in_tier >> 32 * len(tree.tiers) == 0, "9: children are counted in a tier that does not exist"
 
 
@@ -104,9 +105,7 @@ def _check_slots(tree: "HiRadixTree", nodes: list[Node]) -> None:
             state = state_of(node._states, index)
             if state is not Residency.ABSENT:
                 pages[state] += node._num_pages
-                held = node._slots[index]
-                assert held is not None
-                slots += np.frombuffer(held, np.int32).tolist()
+                slots += np.frombuffer(slots_of(node, index), np.int32).tolist()
         counted = tree._pages[index]
         for state in (Residency.ARRIVING, Residency.RESIDENT, Residency.CONDEMNED):
             assert counted[state] == pages[state], f"4: {tier} counts {counted[state]} {state.name}, not {pages[state]}"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from hicache.collector import untrack
 from hicache.errors import BadRequest
 from hicache.residency import Residency
-from hicache.siblings import SiblingOrder
+from hicache.sortedchunks import SortedChunks
 from hicache.tier import Slots, TierId
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ ARRIVING_SHIFT: Final = MAX_TIERS
 CONDEMNED_SHIFT: Final = 2 * MAX_TIERS
 # How many children are in a tier (ARRIVING or RESIDENT): one field of 32 bits a tier in one integer.
 COUNT_BITS: Final = 32
+COUNT_MASK: Final = (1 << COUNT_BITS) - 1
+
+
+Box = tuple["Node"]
+"""A node in a tuple of its own: as key or value it leaves a dictionary untracked (`hicache.collector`)."""
 
 
 class Node:
@@ -34,6 +40,10 @@ class Node:
 
     Its tokens are `_key` (the first page, which is also its key among its siblings) and, for the pages after the first,
     `_buffer[_start:]`. Halves of a split share a buffer until one of them needs less than half of it.
+
+    `_slots` holds the slot ids of each tier that has or awaits a copy, one tier after the other, fast to slow.
+
+    Parents and children refer to each other unseen by the collector: the tree unlinks what leaves.
     """
 
     __slots__ = (
@@ -65,16 +75,17 @@ class Node:
         self._start = start
         self._num_pages = num_pages
         self._parent: Node | None = None
-        self._children: dict[bytes, Node] | None = None
-        self._order: SiblingOrder | None = None
+        self._children: dict[bytes, Box] | None = None
+        self._order: SortedChunks[bytes] | None = None
         self._states = 0
-        self._slots: tuple[bytes | None, ...] = ()
+        self._slots = b""
         self._in_tier = 0
         self._listed = 0
         self._holds: tuple[Hold, ...] = ()
         self._last_access = 0.0
         self._num_leases = 0
         self._chain: bytes | None = None
+        untrack(self)
 
     @property
     def num_pages(self) -> int:
@@ -90,7 +101,14 @@ class Node:
     @property
     def children(self) -> tuple["Node", ...]:
         """The nodes directly below, in no particular order."""
-        return tuple(self._children.values()) if self._children and self.is_live else ()
+        return tuple(child_nodes(self)) if self.is_live else ()
+
+    @property
+    def box(self) -> Box:
+        """The node as a key or value of large dictionaries: see `Box`. Always the same object; of a live node only."""
+        siblings = self._parent._children if self._parent is not None else None
+        assert siblings is not None, "a node that left has no box"
+        return siblings[self._key]
 
     @property
     def is_live(self) -> bool:
@@ -127,8 +145,7 @@ class Node:
 
         Those of an ARRIVING or CONDEMNED copy are given too: look at `residency` before reading what is in them.
         """
-        held = self._slots[tier_index(self._root.tiers, tier)]
-        return np.frombuffer(held or b"", np.int32)
+        return np.frombuffer(slots_of(self, tier_index(self._root.tiers, tier)), np.int32)
 
     def is_pinned(self, tier: TierId) -> bool:
         """Whether a pin or a move uses the copy in `tier`."""
@@ -153,12 +170,39 @@ class Root(Node):
         self.tiers = tiers
 
 
+def child_nodes(node: Node) -> list[Node]:
+    """The nodes directly below, as a list that later changes leave alone."""
+    return [child for (child,) in node._children.values()] if node._children else []
+
+
+def make_box(node: Node) -> Box:
+    """The one box of a node: made when it is linked to its parent."""
+    box = (node,)
+    untrack(box)
+    return box
+
+
+def slots_of(node: Node, index: int) -> bytes:
+    """Packed slots of a node in tier `index`, none when it is ABSENT there."""
+    held = held_tiers(node._states)
+    if not held >> index & 1:
+        return b""
+    size = 4 * node._num_pages
+    start = (held & (1 << index) - 1).bit_count() * size
+    return node._slots[start : start + size]
+
+
 def tier_index(tiers: Mapping[TierId, int], tier: TierId) -> int:
     """Index of a tier, 0 for the fastest; raises `BadRequest` when it is none of the tree's."""
     try:
         return tiers[tier]
     except (KeyError, TypeError):
         raise BadRequest("tier", f"{tier!r} is none of {', '.join(tiers)}") from None
+
+
+def held_tiers(states: int) -> int:
+    """Bit mask of the tiers in which a node is not ABSENT, from its packed states."""
+    return (states | states >> ARRIVING_SHIFT | states >> CONDEMNED_SHIFT) & TIER_MASK
 
 
 def state_of(states: int, index: int) -> Residency:

@@ -17,6 +17,8 @@ TOKEN_BYTES: Final = 4
 TOKEN_MAX: Final = 2**31 - 1
 """Largest token id."""
 
+_FEW_SLOTS: Final = 64
+"""Up to so many slots are checked as Python integers."""
 _COMPARE_BYTES: Final = 256
 """Runs up to this length are compared as one integer."""
 _GALLOP_BYTES: Final = 4096
@@ -36,9 +38,7 @@ def pack_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
 def view_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """`pack_tokens`, but int32 ids are not checked for being negative: those that a match finds in the tree were
     checked when they were inserted, and the caller checks the rest with `check_ids`."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
-        return tokens
-    return _pack("tokens", tokens)
+    return _view("tokens", tokens)
 
 
 def pack_slots(slots: npt.ArrayLike, num_pages: int) -> npt.NDArray[np.int32]:
@@ -46,17 +46,18 @@ def pack_slots(slots: npt.ArrayLike, num_pages: int) -> npt.NDArray[np.int32]:
 
     Raises `BadRequest` naming the bound that does not hold.
     """
-    packed = _pack("slots", slots)
+    packed = _view("slots", slots)
     if len(packed) != num_pages:
         raise BadRequest("slots", f"{len(packed)} slots do not match {num_pages} pages")
-    if num_pages == 1:
-        if packed[0] < 0:
-            raise BadRequest("slots", f"{packed[0]} is below 0")
-    elif num_pages:
-        check_ids("slots", packed)
-        # Slots mostly come in ascending runs; only others are worth a set.
-        if not (packed[1:] > packed[:-1]).all() and len(set(packed.tolist())) != num_pages:
+    # Slots mostly come in ascending runs, which numpy sees quickly in long ones; only others are worth a set.
+    if num_pages <= _FEW_SLOTS or not (packed[1:] > packed[:-1]).all():
+        each = packed.tolist()
+        if len(set(each)) != num_pages:
             raise BadRequest("slots", "the same slot is given for two pages")
+        if each and min(each) < 0:
+            raise BadRequest("slots", f"{min(each)} is below 0")
+    elif packed[0] < 0:
+        raise BadRequest("slots", f"{packed[0]} is below 0")
     return packed
 
 
@@ -65,6 +66,12 @@ def check_ids(field: str, packed: npt.NDArray[np.int32]) -> None:
     if len(packed) and np.minimum.reduce(packed) < 0:
         at = int(np.argmax(packed < 0))
         raise BadRequest(field, f"id {packed[at]} at index {at} is not within 0 to {TOKEN_MAX}")
+
+
+def _view(field: str, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    if isinstance(ids, np.ndarray) and ids.dtype == INT32 and ids.ndim == 1 and ids.flags.c_contiguous:
+        return ids
+    return _pack(field, ids)
 
 
 def _pack(field: str, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:

@@ -34,6 +34,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hicache.collector import untrack
 from hicache.errors import BadRequest, LeaseExpired, NotResident
 from hicache.evictable import Evictable, is_held
 from hicache.integrity import check_integrity
@@ -44,10 +45,16 @@ from hicache.node import (
     ARRIVING_SHIFT,
     CONDEMNED_SHIFT,
     COUNT_BITS,
+    COUNT_MASK,
     MAX_TIERS,
     TIER_MASK,
+    Box,
     Node,
     Root,
+    child_nodes,
+    held_tiers,
+    make_box,
+    slots_of,
     state_of,
     tier_index,
     with_state,
@@ -56,8 +63,8 @@ from hicache.policy.base import EvictionPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.residency import IN_TIER, Event, Residency, after
 from hicache.results import Finished, Freed, Inserted, Match, NodeInfo, Occupancy, Partial, Removed
-from hicache.siblings import SiblingOrder
-from hicache.tier import PageIdentity, TierId, chain_digest
+from hicache.sortedchunks import SortedChunks
+from hicache.tier import PageIdentity, Slots, TierId, chain_digest
 from hicache.tokens import (
     INT32,
     TOKEN_BYTES,
@@ -90,6 +97,7 @@ __all__ = [
 ORDER_FROM: Final = 64
 """From this many children on, a node keeps them in order; below, the order is made when a partial first asks for it."""
 SLOT_BYTES: Final = 4
+NO_SLOTS: Final[Slots] = np.frombuffer(b"", np.int32)
 
 _FreedParts = dict[int, list[bytes]]
 
@@ -108,6 +116,8 @@ class HiRadixTree:
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
     ) -> None:
+        self._roots: Final[dict[bytes, Root]] = {}
+        self._limbo: Final[set[Node]] = set()  # left the tree, with CONDEMNED copies
         if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
             raise BadRequest("page_size", f"{page_size!r} is not within 1 to {MAX_PAGE_SIZE} tokens")
         if not 1 <= len(tiers) <= MAX_TIERS:
@@ -121,17 +131,23 @@ class HiRadixTree:
         self.tiers: Final = tuple(tiers)
         self._tier_index: Final = {tier: index for index, tier in enumerate(tiers)}
         self._page_bytes: Final = page_size * TOKEN_BYTES
-        self._no_slots: Final[tuple[bytes | None, ...]] = (None,) * len(tiers)
         self._evictable: Final = Evictable([policies.get(tier) or LruPolicy() for tier in tiers])
-        self._roots: Final[dict[bytes, Root]] = {}
         self._pages: Final = [[0] * len(Residency) for _ in tiers]
-        self._limbo: Final[set[Node]] = set()  # left the tree, with CONDEMNED copies
         self._leases: Final[dict[int, Lease]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._generation = 0
         self._now = float("-inf")
         self._num_nodes = 0
         self._version = 0  # counts structural changes: what `walk` looks at between its steps
+
+    def __del__(self) -> None:
+        # The collector does not see nodes, so cycles through them are undone here.
+        nodes: list[Node] = [*self._roots.values(), *self._limbo]
+        while nodes:
+            node = nodes.pop()
+            nodes += child_nodes(node)
+            node._parent = node._children = None
+            node._holds = ()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -175,27 +191,28 @@ class HiRadixTree:
         page_bytes = self._page_bytes
         path: list[Node] = []
         node: Node = root
-        position = inside = 0
-        while position + page_bytes <= num_bytes:
+        position, end = 0, page_bytes
+        while end <= num_bytes:
             children = node._children
             if not children:
                 break
-            child = children.get(bytes(raw[position : position + page_bytes]))
-            if child is None:
+            box = children.get(bytes(raw[position:end]))
+            if box is None:
                 break
-            path.append(child)
-            position += page_bytes
-            inside = child._num_pages
-            rest = (inside - 1) * page_bytes
-            if rest:
-                end = position + rest
-                if end > num_bytes or not child._buffer.startswith(raw[position:end], child._start):
+            node = box[0]
+            path.append(node)
+            position = end
+            buffer = node._buffer
+            if buffer:
+                rest = (node._num_pages - 1) * page_bytes
+                end += rest
+                if end > num_bytes or not buffer.startswith(raw[position:end], node._start):
                     limit = min(rest, (num_bytes - position) // page_bytes * page_bytes)
-                    common = common_bytes(child._buffer, child._start, raw, position, limit) // page_bytes
+                    common = common_bytes(buffer, node._start, raw, position, limit) // page_bytes
                     return path, position + common * page_bytes, 1 + common
                 position = end
-            node = child
-        return path, position, inside
+            end += page_bytes
+        return path, position, node._num_pages
 
     def _find_partial(
         self, node: Node, inside: int, raw: memoryview | bytes, position: int, num_bytes: int
@@ -214,13 +231,13 @@ class HiRadixTree:
             candidates: tuple[bytes | None, ...] = tuple(children)
         else:
             if node._order is None:
-                node._order = SiblingOrder(children)
+                node._order = SortedChunks(children)
             candidates = node._order.neighbours(bytes(raw[position : position + limit]))
         best, most = None, 0
         for key in candidates:
             if key is not None and (shared := common_bytes(key, 0, raw, position, limit) // TOKEN_BYTES) > most:
                 best, most = key, shared
-        return Partial(children[best], 0, most) if best is not None else None
+        return Partial(children[best][0], 0, most) if best is not None else None
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the root to `node`, root side first; empty for a node that left the tree."""
@@ -240,7 +257,7 @@ class HiRadixTree:
             # A node that was merged keeps the one child it had, which took its place; a removed one keeps none.
             if not step._children or isinstance(step, Root):
                 return None
-            (step,) = step._children.values()
+            (step,) = child_nodes(step)
         return step
 
     def tokens_of(self, node: Node) -> npt.NDArray[np.int32]:
@@ -304,7 +321,7 @@ class HiRadixTree:
         if batch < 1:
             raise BadRequest("batch", f"{batch} is below 1")
         stack: list[tuple[Node, int]] = [
-            (node, 0) for root in self._roots.values() for node in (root._children or {}).values()
+            (node, 0) for root in self._roots.values() for node in child_nodes(root)
         ]
         while stack:
             infos: list[NodeInfo] = []
@@ -315,7 +332,7 @@ class HiRadixTree:
                     continue
                 infos.append(self._info(node, first_page))
                 below = first_page + node._num_pages
-                stack += [(child, below) for child in (node._children or {}).values()]
+                stack += [(child, below) for child in child_nodes(node)]
             if infos:
                 yield infos
             if version != self._version:
@@ -411,7 +428,7 @@ class HiRadixTree:
             num_stored += node._num_pages
             if node._parent is not root:
                 self._merge_upwards(node)
-        return Inserted(node, num_stored, np.frombuffer(b"".join(duplicates), np.int32))
+        return Inserted(node, num_stored, _join(duplicates) if duplicates else NO_SLOTS)
 
     def _add_copies(
         self, path: list[Node], index: int, slots: bytes, first_page: int, duplicates: list[bytes]
@@ -428,7 +445,7 @@ class HiRadixTree:
                 else:
                     if begin > start:
                         self._split(node, begin - start)
-                    self._set_slots(node, index, piece)
+                    self._give_slots(node, index, piece)
                     self._apply(node, index, Event.STORED)
                     self._refresh(node)
                     stored += node._num_pages
@@ -440,23 +457,24 @@ class HiRadixTree:
         first = position + self._page_bytes
         key = bytes(raw[position:first])
         node = Node(parent._root, key, bytes(raw[first:]), 0, len(slots) // SLOT_BYTES)
-        node._slots = self._no_slots
         node._last_access = self._now
         node._parent = parent
         children = parent._children
         if children is None:
             children = parent._children = {}
-        children[key] = node
+            untrack(children)
+        children[key] = make_box(node)
         if parent._order is not None:
             parent._order.add(key)
         elif len(children) >= ORDER_FROM:
-            parent._order = SiblingOrder(children)
+            parent._order = SortedChunks(children)
         self._num_nodes += 1
         self._version += 1
-        self._set_slots(node, index, slots)
+        node._slots = slots
         self._apply(node, index, Event.STORED)
         self._refresh(node)
-        self._refresh(parent)
+        if len(children) == 1:
+            self._refresh(parent)
         return node
 
     # -- structure ----------------------------------------------------------------------------------------------------
@@ -474,18 +492,19 @@ class HiRadixTree:
 
     def _split(self, node: Node, num_pages: int) -> Node:
         parent, siblings = _place(node)
+        box = node.box
+        upper_slots, lower_slots = _cut_slots(node._slots, node._num_pages, num_pages)
         cut = node._start + (num_pages - 1) * self._page_bytes
         upper = Node(node._root, node._key, node._buffer, node._start, num_pages)
         node._key = node._buffer[cut : cut + self._page_bytes]
         node._start = cut + self._page_bytes
         node._num_pages -= num_pages
         upper._parent = parent
-        upper._children = {node._key: node}
-        siblings[upper._key] = upper
+        upper._children = {node._key: box}
+        untrack(upper._children)
+        siblings[upper._key] = make_box(upper)
         node._parent = upper
-        border = num_pages * SLOT_BYTES
-        upper._slots = tuple(slots and slots[:border] for slots in node._slots)
-        node._slots = tuple(slots and slots[border:] for slots in node._slots)
+        upper._slots, node._slots = upper_slots, lower_slots
         upper._states = states = node._states
         upper._last_access = node._last_access
         upper._in_tier = _counts((states | states >> ARRIVING_SHIFT) & TIER_MASK)
@@ -535,14 +554,11 @@ class HiRadixTree:
         else:
             lower._buffer = self._node_bytes(upper)[self._page_bytes :] + self._node_bytes(lower)
             lower._start = 0
+        siblings[upper._key] = lower.box
         lower._key = upper._key
-        lower._num_pages += upper._num_pages
-        lower._slots = tuple(
-            above + below if above is not None and below is not None else None
-            for above, below in zip(upper._slots, lower._slots, strict=True)
-        )
         lower._parent = parent
-        siblings[lower._key] = lower
+        lower._slots = _join_slots(upper, lower)
+        lower._num_pages += upper._num_pages
         upper._parent = None  # keeps its one child: `current` follows it
         self._num_nodes -= 1
         self._version += 1
@@ -558,7 +574,7 @@ class HiRadixTree:
         if node._parent is None:
             return
         if node._children is not None and len(node._children) == 1:
-            (child,) = node._children.values()
+            (child,) = child_nodes(node)
             if self._can_merge(node, child):
                 node = child
         self._merge_upwards(node)
@@ -572,15 +588,18 @@ class HiRadixTree:
         pages[before] -= node._num_pages
         pages[state] += node._num_pages
         was_in, is_in = before in IN_TIER, state in IN_TIER
-        if was_in != is_in and node._parent is not None:
-            one = 1 << COUNT_BITS * index
-            node._parent._in_tier += one if is_in else -one
-            self._refresh(node._parent)
+        parent = node._parent
+        if was_in != is_in and parent is not None:
+            shift = COUNT_BITS * index
+            parent._in_tier += 1 << shift if is_in else -1 << shift
+            # The first child in a tier, or none any more: the parent ceases or begins to be a leaf of it.
+            if parent._in_tier >> shift & COUNT_MASK == is_in:
+                self._refresh(parent)
 
-    def _set_slots(self, node: Node, index: int, slots: bytes | None) -> None:
-        every = list(node._slots)
-        every[index] = slots
-        node._slots = tuple(every)
+    def _give_slots(self, node: Node, index: int, slots: bytes) -> None:
+        """Record the slots of a tier in which the node is still ABSENT."""
+        at = (held_tiers(node._states) & (1 << index) - 1).bit_count() * node._num_pages * SLOT_BYTES
+        node._slots = node._slots[:at] + slots + node._slots[at:]
 
     def _refresh(self, node: Node) -> None:
         self._evictable.refresh(node, self._now)
@@ -765,7 +784,7 @@ class HiRadixTree:
             raise BadRequest("target", f"{target} already has, or awaits, a copy of the node")
         packed = pack_slots(slots, node._num_pages)
         move = Move(node, source, target, 1 << source_index | 1 << target_index)
-        self._set_slots(node, target_index, packed.tobytes())
+        self._give_slots(node, target_index, packed.tobytes())
         self._apply(node, target_index, Event.MOVE_STARTED)
         self._hold(move)
         return move
@@ -870,13 +889,14 @@ class HiRadixTree:
             raise NotResident(self.tiers[index], f"a node of {node._num_pages} pages")
 
     def _free_slots(self, node: Node, index: int, freed: _FreedParts) -> None:
-        slots = node._slots[index]
-        assert slots is not None
-        freed.setdefault(index, []).append(slots)
-        self._set_slots(node, index, None)
+        """Hand out the slots of a tier in which the node is about to be ABSENT."""
+        size = node._num_pages * SLOT_BYTES
+        at = (held_tiers(node._states) & (1 << index) - 1).bit_count() * size
+        freed.setdefault(index, []).append(node._slots[at : at + size])
+        node._slots = node._slots[:at] + node._slots[at + size :]
 
     def _freed(self, parts: _FreedParts) -> Freed:
-        return {self.tiers[index]: np.frombuffer(b"".join(parts[index]), np.int32) for index in sorted(parts)}
+        return {self.tiers[index]: _join(parts[index]) for index in sorted(parts)}
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -965,11 +985,11 @@ class HiRadixTree:
             if last._buffer.startswith(tail, start):
                 tops = self._below(last, inside + (1 if tail else 0))
         elif tail:
-            for child in list((last._children or {}).values()):
+            for child in child_nodes(last):
                 if child._key.startswith(tail):
                     tops += self._below(child, 1)
         else:
-            tops = list((last._children or {}).values())
+            tops = child_nodes(last)
         return self._remove_branches(tops)
 
     def _below(self, node: Node, num_pages: int) -> list[Node]:
@@ -977,7 +997,7 @@ class HiRadixTree:
         if num_pages < node._num_pages:
             self._split(node, num_pages)
             return [node]
-        return list((node._children or {}).values())
+        return child_nodes(node)
 
     def flush(
         self, namespace: Namespace | None = None, tenant: str | None = None, tier: TierId | None = None
@@ -993,7 +1013,7 @@ class HiRadixTree:
             node
             for root in self._roots.values()
             if (digest is None or root.digest == digest) and (tenant is None or root.owner == tenant)
-            for node in (root._children or {}).values()
+            for node in child_nodes(root)
         ]
         return self._remove_branches(tops) if index is None else self._flush_tier(tops, index)
 
@@ -1047,7 +1067,7 @@ class HiRadixTree:
             node = stack.pop()
             nodes.append(node)
             if node._children:
-                stack += node._children.values()
+                stack += child_nodes(node)
         return nodes
 
     def _drop_copy(self, node: Node, index: int, freed: _FreedParts) -> None:
@@ -1064,8 +1084,8 @@ class HiRadixTree:
         for index in range(len(self.tiers)):
             if state_of(node._states, index) in IN_TIER:
                 self._apply(node, index, Event.REMOVED)
-        node._parent = node._children = None
         self._refresh(node)
+        node._parent = node._children = None
         del siblings[node._key]
         if parent._order is not None:
             parent._order.remove(node._key)
@@ -1081,12 +1101,34 @@ class HiRadixTree:
             self._refresh(parent)
 
 
-def _place(node: Node) -> tuple[Node, dict[bytes, Node]]:
+def _place(node: Node) -> tuple[Node, dict[bytes, Box]]:
     """The parent of a live node, and the parent's children, among which the node stands under its key."""
     parent = node._parent
     assert parent is not None, "a node that left the tree has no place"
     assert parent._children is not None, "a parent has no children"
     return parent, parent._children
+
+
+def _cut_slots(slots: bytes, num_pages: int, num_upper: int) -> tuple[bytes, bytes]:
+    """Slots of the two parts of a node, each tier's cut at the same page."""
+    size, border = num_pages * SLOT_BYTES, num_upper * SLOT_BYTES
+    if len(slots) == size:
+        return slots[:border], slots[border:]
+    starts = range(0, len(slots), size)
+    upper = b"".join(slots[at : at + border] for at in starts)
+    return upper, b"".join(slots[at + border : at + size] for at in starts)
+
+
+def _join_slots(upper: Node, lower: Node) -> bytes:
+    """Slots of two nodes of equal residency, joined tier by tier."""
+    parts: list[bytes] = []
+    for index in range(held_tiers(lower._states).bit_length()):
+        parts += (slots_of(upper, index), slots_of(lower, index))
+    return b"".join(parts)
+
+
+def _join(parts: list[bytes]) -> Slots:
+    return np.frombuffer(b"".join(parts), np.int32)
 
 
 def _digest_of(namespace: Namespace) -> bytes:

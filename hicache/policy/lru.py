@@ -1,10 +1,11 @@
 """Least recently used."""
 
-from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from hicache.node import Node
+from hicache.collector import untrack
+from hicache.node import Box, Node
+from hicache.sortedchunks import SortedChunks
 
 
 class LruPolicy:
@@ -16,37 +17,37 @@ class LruPolicy:
     """
 
     def __init__(self) -> None:
-        self._recent: OrderedDict[Node, float] = OrderedDict()
-        self._newest = float("-inf")
-        self._late: list[tuple[float, int]] = []
-        self._late_nodes: dict[int, Node] = {}
-        self._late_keys: dict[Node, tuple[float, int]] = {}
-        self._serial = 0
+        self._recent: OrderedDict[Box, float] = OrderedDict()
+        self._newest = float("-inf")  # no node in `_recent` was used after it
+        self._late: SortedChunks[tuple[float, int, Box]] = SortedChunks()
+        self._late_keys: dict[Box, tuple[float, int, Box]] = {}
+        self._serial = 0  # tells late nodes of one time apart
+        untrack(self._recent)
+        untrack(self._late_keys)
 
     def add(self, node: Node, now: float) -> None:
         used = node.last_access
         if used >= self._newest or not self._recent:
             self._newest = used
-            self._recent[node] = used
+            self._recent[node.box] = used
             return
         self._serial += 1
-        key = (used, self._serial)
-        insort(self._late, key)
-        self._late_nodes[self._serial] = node
-        self._late_keys[node] = key
+        key = (used, self._serial, node.box)
+        untrack(key)
+        self._late.add(key)
+        self._late_keys[node.box] = key
 
     def discard(self, node: Node) -> None:
-        if self._recent.pop(node, None) is None:
-            self._drop_late(node)
+        if self._recent.pop(node.box, None) is None:
+            self._late.remove(self._late_keys.pop(node.box))
 
     def touch(self, node: Node, now: float) -> None:
-        if node in self._recent:
-            self._recent[node] = now
-            self._recent.move_to_end(node)
+        box = node.box
+        if box in self._recent:
+            self._recent.move_to_end(box)
         else:
-            self._drop_late(node)
-            self._recent[node] = now
-        self._newest = now
+            self._late.remove(self._late_keys.pop(box))
+        self._recent[box] = self._newest = now
 
     def split(self, upper: Node, lower: Node) -> None:
         pass
@@ -54,16 +55,11 @@ class LruPolicy:
     def victims(self) -> Iterator[Node]:
         late = iter(self._late)
         waiting = next(late, None)
-        for node, used in self._recent.items():
+        for box, used in self._recent.items():
             while waiting is not None and waiting[0] < used:
-                yield self._late_nodes[waiting[1]]
+                yield waiting[2][0]
                 waiting = next(late, None)
-            yield node
+            yield box[0]
         while waiting is not None:
-            yield self._late_nodes[waiting[1]]
+            yield waiting[2][0]
             waiting = next(late, None)
-
-    def _drop_late(self, node: Node) -> None:
-        key = self._late_keys.pop(node)
-        del self._late[bisect_left(self._late, key)]
-        del self._late_nodes[key[1]]

@@ -2,16 +2,20 @@
 
 import random
 
-from hicache.node import Node
+from hicache.node import Node, Root, make_box
 from hicache.policy.base import EvictionPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.tier import DEVICE, HOST
 from tests.hicache.trees import World, sequence
 
 
-def make_node(used: float) -> Node:
-    node = Node(None, b"....", b"", 0, 1)
+def make_node(root: Root, used: float) -> Node:
+    """A node below `root`, last used at `used`, as a policy sees it."""
+    siblings = root._children = root._children or {}
+    node = Node(root, len(siblings).to_bytes(4, "little"), b"", 0, 1)
+    node._parent = root
     node._last_access = used
+    siblings[node._key] = make_box(node)
     return node
 
 
@@ -23,25 +27,26 @@ def test_the_contract_is_met() -> None:
 def test_random_histories_are_in_order_of_use() -> None:
     for seed in range(30):
         pick = random.Random(seed)
-        policy, listed, now = LruPolicy(), set[Node](), 0.0
+        policy, listed, now = LruPolicy(), list[Node](), 0.0
+        root = Root(b"namespace", "tenant", {HOST: 0})
         for _ in range(200):
             now += pick.choice([0.0, 1.0])
             what = pick.random()
             if what < 0.5 or not listed:
-                node = make_node(now if pick.random() < 0.5 else pick.uniform(0.0, now))
+                node = make_node(root, now if pick.random() < 0.5 else pick.uniform(0.0, now))
                 policy.add(node, now)
-                listed.add(node)
+                listed.append(node)
             elif what < 0.75:
-                node = pick.choice(sorted(listed, key=id))
+                node = pick.choice(listed)
                 node._last_access = now
                 policy.touch(node, now)
             else:
-                node = pick.choice(sorted(listed, key=id))
+                node = pick.choice(listed)
                 policy.discard(node)
                 listed.remove(node)
             order = list(policy.victims())
             assert len(order) == len(listed)
-            assert set(order) == listed
+            assert set(order) == set(listed)
             times = [node.last_access for node in order]
             assert times == sorted(times), f"seed {seed}"
 

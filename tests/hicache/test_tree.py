@@ -14,7 +14,7 @@ import pytest
 from hicache.errors import BadRequest, NotResident
 from hicache.node import Node
 from hicache.residency import Residency
-from hicache.siblings import CHUNK, SiblingOrder
+from hicache.sortedchunks import CHUNK, SortedChunks
 from hicache.tier import DEVICE, HOST, NVME, chain_digest
 from hicache.tree import ORDER_FROM, HiRadixTree
 from tests.hicache.trees import World, make_namespace, sequence
@@ -162,9 +162,9 @@ def test_partials_stay_right_while_siblings_come_and_go() -> None:
     world.tree.check_integrity()
 
 
-def test_sibling_order_against_a_sorted_list() -> None:
+def test_sorted_chunks_against_a_sorted_list() -> None:
     pick = random.Random(3)
-    order, keys = SiblingOrder([]), list[bytes]()
+    order, keys = SortedChunks[bytes](), list[bytes]()
     for _ in range(6 * CHUNK):
         key = pick.randbytes(2)
         at = bisect_left(keys, key)

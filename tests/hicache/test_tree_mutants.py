@@ -11,7 +11,7 @@ import pytest
 
 from hicache import evictable, residency, tree
 from hicache.lease import Hold, Lease, Move, Pin
-from hicache.node import TIER_MASK, Node, Root
+from hicache.node import TIER_MASK, Node, Root, child_nodes, make_box
 from hicache.residency import Event, Residency
 from hicache.results import Finished, Freed, Inserted, Match, Removed
 from hicache.tier import TierId
@@ -50,7 +50,7 @@ class FirstPartial(HiRadixTree):
         partial = super()._find_partial(node, *rest)
         if partial is None or partial.page or partial.node._parent is None:
             return partial
-        siblings = list((partial.node._parent._children or {}).values())
+        siblings = child_nodes(partial.node._parent)
         return partial._replace(node=siblings[0])
 
 
@@ -213,7 +213,7 @@ class Resurrects(HiRadixTree):
             root = parents[id(node)]
             if self._roots.get(root.digest) is root and node._key not in (root._children or {}):
                 assert root._children is not None
-                root._children[node._key] = node
+                root._children[node._key] = make_box(node)
                 node._parent = root
         return finished
 
@@ -245,8 +245,8 @@ class OverwritesCopy(HiRadixTree):
     """A duplicate's slot replaces the one that the tree has."""
 
     def _add_copies(self, path: list[Node], index: int, slots: bytes, first_page: int, duplicates: list[bytes]) -> int:
-        if first_page == 0 and path and path[0]._states >> index & 1 and path[0]._slots[index] is not None:
-            self._set_slots(path[0], index, slots[: 4 * path[0]._num_pages])
+        if first_page == 0 and path and path[0]._states & TIER_MASK == 1 << index:
+            path[0]._slots = slots[: 4 * path[0]._num_pages]
         return super()._add_copies(path, index, slots, first_page, duplicates)
 
 
