@@ -274,6 +274,7 @@ def test_c11_a_file_that_ends_inside_a_page_serves_the_pages_before(tmp_path: Pa
                 layers = await read_layers(tier, slots, identities)
                 assert layers[:6] == [Outcome.OK] * 6
                 assert set(layers[9:]) == {Outcome.CORRUPT}
+                assert tier.counters()["read_layer.short"] >= 3
                 assert tier.down is None
                 assert await write_all(tier, slots, identities) == [Outcome.OK] * 4
                 assert await read_all(tier, slots, identities, together=True) == [Outcome.OK] * 4

@@ -20,7 +20,7 @@ from hicache.tiers.nvme.lanes import MAX_QUEUED, Lanes
 from hicache.tiers.nvme.store import MAX_RUN_BYTES
 from tests.stamps import identity_chain, other_identities, stamp
 from tests.tiers.contract import GUARD, expect_miss, expect_page, fetch, run, store, write_of
-from tests.tiers.faulty_files import Fault, HeldFiles
+from tests.tiers.faulty_files import Fault, FaultyFiles, HeldFiles
 from tests.tiers.nvme import SMALL, data_faults, read_all, read_layers, shape_of, small_tier, write_all
 
 
@@ -564,6 +564,21 @@ def test_closing_ends_all_threads_and_closes_all_files() -> None:
             layer, into = layer_read(tier, 0, identities[0], 0)
             assert tier.start_layer_reads([layer]).wait(0) == [Outcome.ERROR]
             assert np.all(into == GUARD)
+
+    run(main())
+
+
+def test_closing_again_closes_nothing_again() -> None:
+    """A descriptor that was closed may be somebody else's by then."""
+    files = FaultyFiles(counts="close".__eq__)
+
+    async def main() -> None:
+        async with small_tier(SMALL, 4, files=files) as tier:
+            files.num_calls = 0
+            await asyncio.gather(tier.close(), tier.close())
+            assert files.num_calls == 2, "one segment and the directory"
+            await tier.close()
+            assert files.num_calls == 2
 
     run(main())
 

@@ -22,7 +22,9 @@ from tests.tiers.nvme import (
     data_faults,
     read_layers,
     read_raw,
+    shape_of,
     small_tier,
+    write_all,
     write_raw,
 )
 
@@ -157,6 +159,52 @@ def test_the_same_page_written_twice_is_not_served_from_a_lost_second_write() ->
             assert await tier.write([PageWrite(0, 0, identity, newer)]) == [Outcome.OK]
             await expect_miss(tier, 0, identity, Outcome.CORRUPT)
             assert tier.counters()["read.other_payload"] == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_what_lies_behind_a_page_in_its_last_block_is_zeros(aligned: bool) -> None:
+    """Nothing of another page, or of this process's memory, comes along."""
+
+    async def main() -> None:
+        shape = shape_of(10_000)
+        async with small_tier(shape, 2, write_lanes=1) as tier:
+            for turn in range(3):
+                identities = identity_chain(2, seed=turn)
+                slots = tier.allocate(2)
+                writes = []
+                for slot, identity in zip(slots.tolist(), identities, strict=True):
+                    memory = aligned_buffer(3 * 4096)
+                    data = memory[:10_000] if aligned else memory[1:10_001]
+                    data[:] = page_data(identity, 10_000)
+                    writes.append(PageWrite(slot, tier.generation(slot), identity, data))
+                assert await tier.write(writes) == [Outcome.OK] * 2
+                for slot in slots.tolist():
+                    assert read_raw(tier, slot, 4096 + 10_000, 3 * 4096 - 10_000) == bytes(3 * 4096 - 10_000)
+                for slot in slots.tolist():
+                    write_raw(tier, slot, 4096 + 10_000, b"\xff" * (3 * 4096 - 10_000))
+                tier.free(slots)
+
+    run(main())
+
+
+def test_after_a_failed_second_write_neither_page_is_served() -> None:
+    """C10: what lies in the slot then is unknown, so it is no page."""
+    files = data_faults()
+
+    async def main() -> None:
+        async with small_tier(SMALL, 1, files=files) as tier:
+            first, second = identity_chain(2)
+            slots = tier.allocate(1)
+            await store(tier, slots, [first])
+            files.arm(Fault.EIO, 1)
+            assert await write_all(tier, [0], [second]) == [Outcome.ERROR]
+            for identity in (first, second):
+                await expect_miss(tier, 0, identity, Outcome.NOT_FOUND)
+            assert await read_layers(tier, [0], [first]) == [Outcome.NOT_FOUND] * 3
+            await store(tier, slots, [second])
+            await expect_page(tier, 0, second)
 
     run(main())
 
