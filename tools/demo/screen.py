@@ -75,8 +75,14 @@ class Screen:
             TimeRemainingColumn,
         )
 
-        columns = (TextColumn("  {task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   TextColumn("[dim]left"), TimeRemainingColumn())  # fmt: skip
+        columns = (
+            TextColumn("  {task.description:<36}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left", style="dim"),
+            TimeRemainingColumn(),
+        )
         # Standard output and error are left alone: nothing else writes to them meanwhile.
         console = Console(file=self._stream, no_color=not self.style.colour)
         with Progress(
