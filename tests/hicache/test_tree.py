@@ -15,8 +15,9 @@ from hicache.errors import BadRequest, NotResident
 from hicache.node import Node
 from hicache.residency import Residency
 from hicache.sortedchunks import CHUNK, SortedChunks
+from hicache.structure import ORDER_FROM
 from hicache.tier import DEVICE, HOST, NVME, chain_digest
-from hicache.tree import ORDER_FROM, HiRadixTree
+from hicache.tree import HiRadixTree
 from tests.hicache.trees import World, make_namespace, sequence
 
 # -- match -------------------------------------------------------------------------------------------------------------
@@ -361,6 +362,19 @@ def test_a_match_older_than_a_split_is_leased_where_it_ended() -> None:
         world.tree.lease(world.tree.match(world.namespace, tokens)._replace(nodes=(node,)), owner="o", deadline=None,
                          now=1.0)
     assert world.matched(tokens) == 12
+
+
+def test_a_match_older_than_a_merge_is_leased_where_it_ended() -> None:
+    world = World()
+    tokens = sequence(1, 24)
+    first = world.insert(tokens[:12]).node
+    match = world.tree.match(world.namespace, tokens[:8])
+    world.insert(tokens, first_page=3)
+    assert not first.is_live
+    lease = world.tree.lease(match, owner="o", deadline=None, now=1.0)
+    assert lease.node is not None
+    assert world.tree.tokens_of(lease.node).tolist() == tokens[:8].tolist()
+    world.tree.check_integrity()
 
 
 def test_removed_trees_leave_no_garbage_for_the_collector() -> None:

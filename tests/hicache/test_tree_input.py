@@ -199,6 +199,30 @@ def test_a_lease_without_a_generation_in_this_tree(world: World) -> None:
         world.tree.release(lease)
 
 
+def test_a_deadline_is_a_number(world: World) -> None:
+    node = world.tree.match(world.namespace, sequence(1, 16)).nodes[-1]
+    before = world.digest()
+    with pytest.raises(BadRequest, match="deadline"):
+        world.tree.lease(node, owner="o", deadline=float("nan"), now=1.0)
+    assert world.digest() == before
+    lease = world.tree.lease(node, owner="o", deadline=5.0, now=1.0)
+    with pytest.raises(BadRequest, match="deadline"):
+        world.tree.renew(lease, float("nan"))
+    assert lease.deadline == 5.0
+    assert world.tree.expire(float("nan")) == []
+    assert world.tree.expire(5.0) == [lease]
+
+
+def test_leases_that_end_early_leave_nothing_behind(world: World) -> None:
+    node = world.tree.match(world.namespace, sequence(1, 16)).nodes[-1]
+    for number in range(1000):
+        lease = world.tree.lease(node, owner="o", deadline=1e9 + number, now=1.0)
+        world.tree.renew(lease, 2e9 + number)
+        world.tree.release(lease)
+    assert len(world.tree._deadlines) <= 66
+    world.tree.check_integrity()
+
+
 def test_what_is_in_use_is_not_evicted(world: World) -> None:
     tree = world.tree
     node = tree.match(world.namespace, sequence(1, 16)).nodes[-1]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache import evictable, residency, tree
+from hicache import leaving, residency, structure, tree
 from hicache.lease import Hold, Lease, Move, Pin
 from hicache.node import TIER_MASK, Node, Root, child_nodes, make_box
 from hicache.residency import Event, Residency
@@ -425,12 +425,12 @@ def test_histories_notice_a_changed_transition_table(monkeypatch: pytest.MonkeyP
     def after(state: Residency, event: Event) -> Residency:
         return Residency.ARRIVING if event is Event.MOVE_FAILED else original(state, event)
 
-    monkeypatch.setattr(tree, "after", after)
+    monkeypatch.setattr(structure, "after", after)
     assert_noticed(HiRadixTree)
 
 
 def test_histories_notice_that_pins_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_held` is what stands between a pin and eviction."""
-    monkeypatch.setattr(tree, "is_held", lambda holds, index: False)
-    monkeypatch.setattr(evictable, "is_held", lambda holds, index: False)
+    monkeypatch.setattr(leaving, "is_held", lambda holds, index: False)
+    monkeypatch.setattr(structure, "is_held", lambda holds, index: False)
     assert_noticed(HiRadixTree)

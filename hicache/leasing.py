@@ -1,0 +1,160 @@
+"""Leases: holds on the existence of prefixes, with owners and deadlines."""
+
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+from hicache.errors import BadRequest, LeaseExpired
+from hicache.lease import Lease
+from hicache.node import Node
+from hicache.policy.base import EvictionPolicy
+from hicache.results import Inserted, Match
+from hicache.structure import Structure
+from hicache.tier import TierId
+
+
+class Leasing(Structure):
+    """The leases of a tree. A lease is counted at the node where it ends; a node with children keeps its last copy, so
+    everything above is kept with it."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        tiers: Sequence[TierId],
+        policies: Mapping[TierId, EvictionPolicy] | None = None,
+    ) -> None:
+        super().__init__(page_size=page_size, tiers=tiers, policies=policies)
+        self._leases: Final[dict[int, Lease]] = {}
+        # A heap of (deadline, generation); what was renewed or has ended stays in it until it surfaces.
+        self._deadlines: list[tuple[float, int]] = []
+        self._generation = 0
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leases)
+
+    def lease(
+        self, target: Match | Inserted | Node, *, owner: str, deadline: float | None, now: float
+    ) -> Lease:
+        """Protect some copy of every page from the root to the end of `target` until the lease is released or expires.
+
+        Splits a node where a match ends inside it. A match of nothing gives a lease that holds nothing yet. Which copy
+        is kept is open: pin one to keep its address. Raises `NotResident` when the pages left the tree meanwhile.
+        """
+        _check_deadline(deadline)
+        node = self._node_at_end(target)
+        self._advance(now)
+        self._generation += 1
+        lease = Lease(node, owner, self._generation, deadline)
+        self._leases[self._generation] = lease
+        self._watch(lease)
+        if node is not None:
+            self._count_lease(node, 1)
+        return lease
+
+    def move_lease(self, lease: Lease, target: Match | Inserted | Node, now: float) -> None:
+        """Let a lease end elsewhere: at a deeper node when its sequence grew, at a higher one when it is cut.
+
+        Raises `LeaseExpired` when it ended, was not made here, or is past its deadline at `now`.
+        """
+        self._require_lease(lease)
+        if lease._deadline is not None and lease._deadline <= now:
+            raise LeaseExpired(f"lease {lease._generation} ended at {lease._deadline}, it is {now}")
+        node = self._node_at_end(target)
+        self._advance(now)
+        before = lease._node
+        if node is not None:
+            self._count_lease(node, 1)
+        lease._node = node
+        if before is not None:
+            self._count_lease(before, -1)
+            self._heal(before)
+
+    def release(self, lease: Lease, *, owner: str | None = None) -> None:
+        """End a lease. Again is no error. Raises `LeaseExpired` for a lease of another tree, and of another owner than
+        `owner` where one is given."""
+        if owner is not None and owner != lease._owner:
+            raise LeaseExpired(f"lease {lease._generation} belongs to another owner")
+        known = self._leases.get(lease._generation)
+        if known is lease:
+            self._end_lease(lease)
+        elif known is not None or lease._node is not None:
+            raise LeaseExpired(f"lease {lease._generation} was not made by this tree")
+
+    def renew(self, lease: Lease, deadline: float | None) -> None:
+        """Give a lease another deadline, monotonic seconds or None for never.
+
+        Raises `LeaseExpired` when it ended, was not made here, or holds pages that were forgotten as corrupt.
+        """
+        self._require_lease(lease)
+        if lease._node is not None and lease._node._parent is None:
+            raise LeaseExpired(f"the pages of lease {lease._generation} are gone")
+        _check_deadline(deadline)
+        lease._deadline = deadline
+        self._watch(lease)
+
+    def expire(self, now: float) -> list[Lease]:
+        """End the leases whose deadline is not after `now`; returns them, earliest deadline first."""
+        self._advance(now)
+        ended: list[Lease] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, generation = heappop(self._deadlines)
+            lease = self._leases.get(generation)
+            if lease is not None and lease._deadline == deadline:
+                self._end_lease(lease)
+                ended.append(lease)
+        return ended
+
+    def _watch(self, lease: Lease) -> None:
+        """Note a lease's deadline for `expire`; drop the entries of others when most of them are out of date."""
+        if lease._deadline is None:
+            return
+        heappush(self._deadlines, (lease._deadline, lease._generation))
+        if len(self._deadlines) > 64 + 2 * len(self._leases):
+            self._deadlines = [
+                (each._deadline, each._generation) for each in self._leases.values() if each._deadline is not None
+            ]
+            heapify(self._deadlines)
+
+    def _end_lease(self, lease: Lease) -> None:
+        node = lease._node
+        del self._leases[lease._generation]
+        lease._node = None
+        if node is not None:
+            self._count_lease(node, -1)
+            self._heal(node)
+
+    def _count_lease(self, node: Node, change: int) -> None:
+        node._num_leases += change
+        self._refresh(node)
+
+    def _require_lease(self, lease: Lease) -> None:
+        if self._leases.get(lease._generation) is not lease:
+            raise LeaseExpired(f"lease {lease._generation} of {lease._owner!r} has ended or was not made by this tree")
+
+    def _node_at_end(self, target: Match | Inserted | Node) -> Node | None:
+        """The node that ends where `target` does; splits to make it so. The place is looked up again by its number of
+        pages, since a match may be older than a split or a merge."""
+        if isinstance(target, Match):
+            if not target.nodes:
+                return None
+            last = self.current(target.nodes[-1])
+            self._require_live(last or target.nodes[-1])
+            end = target.num_tokens // self.page_size
+            for node in self.path(last or target.nodes[-1]):
+                if end < node._num_pages:
+                    return self._split(node, end)
+                if end == node._num_pages:
+                    return node
+                end -= node._num_pages
+            raise AssertionError("a node's path became shorter while it lived")
+        node = target.node if isinstance(target, Inserted) else target
+        self._require_live(node)
+        return node
+
+
+def _check_deadline(deadline: float | None) -> None:
+    if deadline is not None and deadline != deadline:
+        raise BadRequest("deadline", "is not a number")

@@ -1,0 +1,193 @@
+"""How pages leave: evicted from a tier, forgotten as corrupt, removed with everything below them, flushed."""
+
+import numpy.typing as npt
+
+from hicache.errors import BadRequest
+from hicache.evictable import is_held
+from hicache.namespace import Namespace
+from hicache.node import CONDEMNED_SHIFT, TIER_MASK, Node, child_nodes, state_of, tier_index
+from hicache.residency import IN_TIER, Event
+from hicache.results import Freed, Removed
+from hicache.structure import FreedParts, Structure, digest_of
+from hicache.tier import TierId
+from hicache.tokens import TOKEN_BYTES, check_ids, raw_bytes, view_tokens
+
+
+class Leaving(Structure):
+    """What takes pages out of tiers and out of the tree."""
+
+    def can_evict(self, node: Node, tier: TierId) -> bool:
+        """Whether `evict` is allowed: the copy is RESIDENT and unused, and another remains or nobody needs one."""
+        index = tier_index(self._tier_index, tier)
+        if node._parent is None or not node._states >> index & 1 or is_held(node._holds, index):
+            return False
+        return node._states & TIER_MASK != 1 << index or not (node._num_leases or node._children)
+
+    def victims(self, tier: TierId, num_pages: int, now: float) -> list[Node]:
+        """The nodes that should leave a tier next, coldest first, until they cover `num_pages`.
+
+        Each is a leaf of the tier that nobody uses there; it can be evicted, or else demoted to a slower tier. They may
+        cover less: nodes above become leaves when these have left, so take these and ask again. The last one may hold
+        more pages than are wanted; `evict` takes them from its end.
+        """
+        self._advance(now)
+        return self._evictable.victims(tier_index(self._tier_index, tier), num_pages)
+
+    def evict(self, node: Node, tier: TierId, num_pages: int | None = None) -> Freed:
+        """Let a node's copy leave a tier, or the last `num_pages` pages of it (the node is then split).
+
+        A page whose last copy this was leaves the tree. Raises `NotResident` when there is no copy, `BadRequest` when
+        it is pinned or moving, or is the last copy of pages that are leased or have others below (`can_evict` tells).
+        """
+        index = tier_index(self._tier_index, tier)
+        self._require_resident(node, index)
+        if num_pages is not None and not 1 <= num_pages <= node._num_pages:
+            raise BadRequest("num_pages", f"{num_pages} is not within 1 to {node._num_pages}")
+        if not self.can_evict(node, tier):
+            reason = "is used by a pin or a move" if is_held(node._holds, index) else "is the last, and still needed"
+            raise BadRequest("node", f"its copy in {tier} {reason}")
+        if num_pages is not None and num_pages < node._num_pages:
+            self._split(node, node._num_pages - num_pages)
+        freed: FreedParts = {}
+        self._free_slots(node, index, freed)
+        self._apply(node, index, Event.EVICTED)
+        if node._states & TIER_MASK:
+            self._refresh(node)
+            self._heal(node)
+        else:
+            parent = node._parent
+            self._leave(node, freed)
+            if parent is not None:
+                self._heal(parent)
+        return self._freed(freed)
+
+    def forget(self, node: Node, tier: TierId, first_page: int = 0) -> Freed:
+        """A copy turned out to be bad: drop it in that tier from page `first_page` of the node on.
+
+        Pages left without any copy leave the tree with everything below them, leased or not. Where the node has no copy
+        in the tier (any more), there is nothing to do. Slots that a pin or a move uses come back when that ends.
+        """
+        index = tier_index(self._tier_index, tier)
+        if not 0 <= first_page < node._num_pages:
+            raise BadRequest("first_page", f"{first_page} is not within 0 to {node._num_pages - 1}")
+        if node._root.tiers is not self._tier_index:
+            raise BadRequest("node", "belongs to another tree")
+        freed: FreedParts = {}
+        if node._parent is not None and node._states >> index & 1:
+            if first_page:
+                self._split(node, first_page)
+            self._drop_copy(node, index, freed)
+            if not node._states & TIER_MASK:
+                for each in reversed(self._branch([node])):
+                    self._leave(each, freed)
+        return self._freed(freed)
+
+    def remove(self, namespace: Namespace, tokens: npt.ArrayLike, *, first_page: int | None = None) -> Removed:
+        """Remove what lies below a prefix: every page that begins at or after the end of `tokens` on a path that starts
+        with them. With `first_page`, the pages of `tokens` themselves from that one on go as well.
+
+        Pages under a lease stay, with those above them, and are named in `Removed.held`. Slots that a pin or a move
+        uses come back when that ends; nothing that is under way brings a removed page back.
+        """
+        packed = view_tokens(tokens)
+        check_ids("tokens", packed)
+        num_pages, num_tail = divmod(len(packed), self.page_size)
+        if first_page is not None and not 0 <= first_page <= num_pages:
+            raise BadRequest("first_page", f"{first_page} is not within 0 to {num_pages} pages")
+        root = self._roots.get(digest_of(namespace))
+        if root is None:
+            return Removed({}, 0, 0, ())
+        raw = bytes(raw_bytes(packed))
+        path, position, inside = self._descend(root, raw, num_pages * self._page_bytes)
+        matched = position // self._page_bytes
+        if first_page is not None and first_page < matched:
+            start = 0
+            for node in path:
+                if start + node._num_pages > first_page:
+                    if first_page > start:
+                        self._split(node, first_page - start)
+                    return self._remove_branches([node])
+                start += node._num_pages
+        if matched < num_pages:
+            return Removed({}, 0, 0, ())
+        last: Node = path[-1] if path else root
+        tail = raw[len(raw) - num_tail * TOKEN_BYTES :]
+        tops: list[Node] = []
+        if inside < last._num_pages:
+            start = last._start + (inside - 1) * self._page_bytes
+            if last._buffer.startswith(tail, start):
+                tops = self._below(last, inside + (1 if tail else 0))
+        elif tail:
+            for child in child_nodes(last):
+                if child._key.startswith(tail):
+                    tops += self._below(child, 1)
+        else:
+            tops = child_nodes(last)
+        return self._remove_branches(tops)
+
+    def _below(self, node: Node, num_pages: int) -> list[Node]:
+        """The nodes that begin right after the first `num_pages` pages of a node."""
+        if num_pages < node._num_pages:
+            self._split(node, num_pages)
+            return [node]
+        return child_nodes(node)
+
+    def flush(
+        self, namespace: Namespace | None = None, tenant: str | None = None, tier: TierId | None = None
+    ) -> Removed:
+        """Remove everything, or what belongs to a namespace, to a tenant, or (copies only) to one tier.
+
+        Pages whose only copy is in the flushed tier leave the tree with everything below them, unless leased. What
+        could not go is in `Removed.held`.
+        """
+        index = None if tier is None else tier_index(self._tier_index, tier)
+        digest = None if namespace is None else digest_of(namespace)
+        tops = [
+            node
+            for root in self._roots.values()
+            if (digest is None or root.digest == digest) and (tenant is None or root.owner == tenant)
+            for node in child_nodes(root)
+        ]
+        return self._remove_branches(tops) if index is None else self._flush_tier(tops, index)
+
+    def _remove_branches(self, tops: list[Node]) -> Removed:
+        freed: FreedParts = {}
+        held: list[Node] = []
+        num_pages = num_pending = 0
+        # Children come before their parents, so a parent that still has some is above a lease.
+        for node in reversed(self._branch(tops)):
+            if node._num_leases or node._children:
+                held.append(node)
+            else:
+                num_pages += node._num_pages
+                self._leave(node, freed)
+                num_pending += node._num_pages * (node._states >> CONDEMNED_SHIFT).bit_count()
+        return Removed(self._freed(freed), num_pages, num_pending, tuple(held))
+
+    def _flush_tier(self, tops: list[Node], index: int) -> Removed:
+        freed: FreedParts = {}
+        stayed: list[Node] = []
+        num_pages = num_pending = 0
+        branch = self._branch(tops)
+        needed: set[Node] = set()  # leased, or above a leased node
+        for node in reversed(branch):
+            if node._num_leases or node in needed:
+                needed.add(node)
+                assert node._parent is not None
+                needed.add(node._parent)
+        for node in branch:
+            if node._parent is None or state_of(node._states, index) not in IN_TIER:
+                continue
+            if node._states & TIER_MASK != 1 << index:
+                num_pages += node._num_pages
+                self._drop_copy(node, index, freed)
+                num_pending += node._num_pages * (node._states >> (CONDEMNED_SHIFT + index) & 1)
+            elif node in needed:
+                stayed.append(node)
+            else:
+                removed = self._remove_branches([node])
+                for tier, slots in removed.freed.items():
+                    freed.setdefault(self._tier_index[tier], []).append(slots.tobytes())
+                num_pages += removed.num_pages
+                num_pending += removed.num_pending
+        return Removed(self._freed(freed), num_pages, num_pending, tuple(stayed))
