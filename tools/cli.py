@@ -32,10 +32,16 @@ COMMANDS: Final = {
     "stats": "show tiers, lanes and counters of a saved snapshot",
 }
 """Name and summary of each command, in the order in which help lists them."""
+_STATUS_OF: Final = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATED}
+"""Signals that end a command after it has cleaned up, and what it returns then."""
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Like `KeyboardInterrupt`, it unwinds so that temporary files are removed."""
+    """SIGTERM or SIGHUP arrived. Like `KeyboardInterrupt`, it unwinds so that temporary files are removed."""
+
+    def __init__(self, status: Exit) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(name, printable(str(problem)), Exit.FAILED)
     except KeyboardInterrupt:
         return _complain(name, "interrupted", Exit.INTERRUPTED)
-    except Terminated:
-        return _complain(name, "terminated", Exit.TERMINATED)
+    except Terminated as stop:
+        return _complain(name, "terminated", stop.status)
     return status
 
 
@@ -146,16 +152,19 @@ class _Nowhere(TextIOBase):
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """Within the block SIGTERM unwinds the main thread, so that what is temporary is removed."""
+    """Within the block SIGTERM and SIGHUP unwind the main thread, so that what is temporary is removed."""
     if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _raise_terminated)
+    # One that was told to ignore a signal (nohup) keeps ignoring it.
+    numbers = [number for number in _STATUS_OF if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _raise_terminated) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    raise Terminated(_STATUS_OF[signal.Signals(signum)])

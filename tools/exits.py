@@ -3,7 +3,7 @@
 0  ok
 1  failed: the work was begun and did not succeed, or what was checked is wrong
 2  bad usage: an option, file or directory is wrong; found before anything was touched or created
-130, 143  stopped by SIGINT, SIGTERM, after cleaning up
+129, 130, 143  stopped by SIGHUP, SIGINT, SIGTERM, after cleaning up
 """
 
 from enum import IntEnum
@@ -15,6 +15,7 @@ class Exit(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    HUNG_UP = 129
     INTERRUPTED = 130
     TERMINATED = 143
 

@@ -196,7 +196,7 @@ def docs(tmp_path: Path) -> Iterator[Path]:
         (["--device-bytes", "9KiB"], "--device-bytes: 9.00 KiB is less than 8 times one page of 16 tokens (8.00 KiB)"),
         (["--host-bytes", "8191"], "--host-bytes: 8.00 KiB is smaller than one page of 16 tokens (8.00 KiB)"),
         (["--host-bytes", "100TiB"], "the tiers in memory need 100 TiB of "),
-        (["--device", "cuda:99"], "--device: there is no CUDA device here"),
+        (["--device", "cuda:99"], "--device: there is no cuda:99 here: "),
         (["--device", "abacus"], "--device: abacus is not a device such as cpu or cuda:0"),
         (["--device", "meta"], "--device: meta is neither cpu nor cuda"),
     ],
@@ -208,6 +208,17 @@ def test_what_the_model_makes_impossible_is_refused_before_anything_is_made(
     err = capsys.readouterr().err
     assert err.startswith(f"hicache demo: {complaint}")
     assert err.count("\n") == 1
+
+
+def test_a_directory_that_others_may_write_to_is_refused(
+    model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_to_all = tmp_path_factory.mktemp("nvme")
+    open_to_all.chmod(0o777)
+    assert main(["demo", "--docs", str(docs), "--model", str(model), "--nvme-dir", str(open_to_all)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"hicache demo: nvme: {open_to_all}: others may write to it (mode 0777); use mode 0700\n"
+    assert list(open_to_all.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -241,7 +252,7 @@ def test_a_directory_without_a_usable_model_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 129, "terminated")]
 )
 def test_stopping_it_cleans_up_with_one_line(model: Path, tmp_path: Path, number: int, status: int, word: str) -> None:
     (tmp_path / "tmp").mkdir()

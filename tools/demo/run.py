@@ -28,6 +28,7 @@ from hicache.tools.demo.sources import Sources
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
 from hicache.tools.snapshot import wrap
 from hicache.tools.terminal import printable
+from hicache.tools.units import plural
 
 REQUEST_TIMEOUT_S: Final = 120.0
 """Longest wait of a request for pages and for room."""
@@ -38,6 +39,13 @@ def run_demo(options: DemoOptions, sources: Sources, screen: Screen) -> Exit:
 
     Raises `UsageProblem` before anything was created, `CommandFailed` and `HicacheError` afterwards.
     """
+    try:
+        return _run(options, sources, screen)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CommandFailed(f"out of memory: {printable(str(error), 160)}") from error
+
+
+def _run(options: DemoOptions, sources: Sources, screen: Screen) -> Exit:
     _check_device(options.device)
     with screen.stage("reading the documents"):
         plan = make_plan(options, sources, _nvme_parent(options.nvme_dir))
@@ -51,8 +59,6 @@ def run_demo(options: DemoOptions, sources: Sources, screen: Screen) -> Exit:
         directory = options.nvme_dir or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-", dir=_nvme_parent(None)))
         )
-        place = f"in {directory}" if options.nvme_dir else f"in {directory}, removed at the end"
-        screen.print(report.header(result, nvme_place=place, num_requests=len(plan.asks), style=screen.style))
         answers, snapshot = _answer_all(plan, model, directory, result, screen)
     _compare(plan, model, answers, result, screen)
     screen.print(report.summary(result, screen.style))
@@ -80,6 +86,8 @@ def _answer_all(
         raise UsageProblem(printable(str(refusal))) from refusal
     with cache, TransformersEngine(model, cache, tokenizer=plan.prompter.tokenizer) as engine:
         total = len(plan.asks)
+        place = f"in {directory}" + ("" if plan.options.nvme_dir else ", removed at the end")
+        screen.print(report.header(result, nvme_place=place, num_requests=total, style=screen.style))
         screen.print(report.table_head(screen.style))
         before, began = ProcessIO.now(), time.perf_counter()
         with screen.bar(total) as bar:
@@ -178,13 +186,14 @@ def _empty_result(plan: Plan, model: Any) -> DemoResult:
 
 def _check_device(device: str) -> None:
     try:
-        kind = torch.device(device).type
+        chosen = torch.device(device)
     except RuntimeError as error:
         raise UsageProblem(f"--device: {printable(device)} is not a device such as cpu or cuda:0") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageProblem("--device: there is no CUDA device here")
-    if kind not in ("cpu", "cuda"):
+    if chosen.type not in ("cpu", "cuda"):
         raise UsageProblem(f"--device: {printable(device)} is neither cpu nor cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise UsageProblem(f"--device: there is no {chosen} here: {plural(count, 'CUDA device')}")
 
 
 def _check_model(model: Any, plan: Plan) -> None:
