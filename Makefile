@@ -49,7 +49,7 @@ bench: $(READY) ## run the demo and keep its figures in bench.json
 
 .PHONY: soak
 soak: $(READY) ## run the random tests with many more and ever new examples (an hour or more)
-	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200
+	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200 -o faulthandler_timeout=7260
 
 .PHONY: clean
 clean: ## remove .venv and everything that tools have left behind
