@@ -33,8 +33,8 @@ class SortedChunks(Generic[T]):
         half = CHUNK // 2
         self._chunks = [ordered[at : at + half] for at in range(0, len(ordered), half)]
         self._firsts = [chunk[0] for chunk in self._chunks]
-        for chunk in self._chunks:
-            untrack(chunk)
+        for part in (self, self._chunks, self._firsts, *self._chunks):
+            untrack(part)
 
     def __iter__(self) -> Iterator[T]:
         for chunk in self._chunks:
@@ -43,7 +43,8 @@ class SortedChunks(Generic[T]):
     def add(self, member: T) -> None:
         """Insert a member that is not there yet."""
         if not self._chunks:
-            self._chunks, self._firsts = [[member]], [member]
+            self._chunks.append([member])
+            self._firsts.append(member)
             untrack(self._chunks[0])
             return
         at = max(0, bisect_right(self._firsts, member) - 1)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from hicache.residency import IN_TIER, TRANSITIONS, Event, IllegalTransition, Residency, after, diagram
+from tests.repository import ROOT
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(Residency, Event)))
@@ -47,3 +48,7 @@ def test_the_diagram_has_one_line_a_transition() -> None:
 
 def test_what_counts_as_in_a_tier() -> None:
     assert {Residency.ARRIVING, Residency.RESIDENT} == IN_TIER
+
+
+def test_the_notes_show_the_table() -> None:
+    assert diagram() in (ROOT / "hicache" / "README.md").read_text()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hicache import tree
 from hicache.errors import BadRequest, NotResident
 from hicache.node import Node
 from hicache.residency import Residency
@@ -421,14 +422,14 @@ class CountingLru:
 
 def test_choosing_victims_never_walks_the_tree() -> None:
     policy = CountingLru()
-    tree = HiRadixTree(page_size=4, tiers=(HOST, NVME), policies={HOST: policy})
+    radix = HiRadixTree(page_size=4, tiers=(HOST, NVME), policies={HOST: policy})
     namespace = make_namespace()
     for i in range(3000):
-        tree.insert(namespace, sequence(i, 8), tier=HOST, slots=[2 * i, 2 * i + 1], now=float(i))
-    for node in tree.victims(HOST, 2000, 1e6):
-        tree.touch(node, 1e6)
+        radix.insert(namespace, sequence(i, 8), tier=HOST, slots=[2 * i, 2 * i + 1], now=float(i))
+    for node in radix.victims(HOST, 2000, 1e6):
+        radix.touch(node, 1e6)
     policy.looked_at = 0
-    assert len(tree.victims(HOST, 10, 1e6)) == 5
+    assert len(radix.victims(HOST, 10, 1e6)) == 5
     assert policy.looked_at == 5
 
 
@@ -481,6 +482,27 @@ def test_identities_are_the_chain_from_the_root_whatever_the_shape() -> None:
         assert [(page.namespace, page.prefix, page.tokens) for page in found] == expected
     assert world.tree.identities(node)[-1].chain == chain
     world.tree.check_integrity()
+
+
+def test_a_hash_of_eight_bits_finds_no_wrong_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests name pages to remote stores; what matches is decided by tokens alone."""
+    monkeypatch.setattr(tree, "chain_digest", lambda prefix, tokens: chain_digest(prefix, tokens)[:1] * 32)
+    world = World(tiers=(HOST,))
+    pick = random.Random(8)
+    stored: dict[tuple[int, ...], int] = {}
+    for slot in range(10_000):
+        page = tuple(pick.choices(range(12), k=4))
+        inserted = world.tree.insert(world.namespace, page, tier=HOST, slots=[slot], now=1.0)
+        assert len(inserted.duplicates) == (page in stored)
+        stored.setdefault(page, slot)
+        (identity,) = world.tree.identities(inserted.node)
+        assert identity.tokens == np.array(page, np.int32).tobytes()
+    assert len({world.tree.identities(info.node)[0].chain for batch in world.tree.walk() for info in batch}) <= 256
+    for page in {tuple(pick.choices(range(12), k=4)) for _ in range(3000)} | set(stored):
+        match = world.tree.match(world.namespace, page)
+        assert match.num_tokens == (4 if page in stored else 0)
+        if match.nodes:
+            assert match.nodes[0].slots(HOST).tolist() == [stored[page]]
 
 
 def test_a_walk_goes_on_while_the_tree_changes() -> None:
