@@ -497,7 +497,7 @@ def test_a_hash_of_eight_bits_finds_no_wrong_page(monkeypatch: pytest.MonkeyPatc
         stored.setdefault(page, slot)
         (identity,) = world.tree.identities(inserted.node)
         assert identity.tokens == np.array(page, np.int32).tobytes()
-    assert len({world.tree.identities(info.node)[0].chain for batch in world.tree.walk() for info in batch}) <= 256
+    assert len({info.node._chain for batch in world.tree.walk() for info in batch}) <= 256
     for page in {tuple(pick.choices(range(12), k=4)) for _ in range(3000)} | set(stored):
         match = world.tree.match(world.namespace, page)
         assert match.num_tokens == (4 if page in stored else 0)
