@@ -1,12 +1,17 @@
 """The transformers engine against plain transformers: same tokens, same logits, and nothing computed twice."""
 
+import copy
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hicache.errors import BadRequest, Closed
 from hicache.namespace import Namespace
@@ -178,6 +183,15 @@ def test_the_older_keyword_works_too(engine: TransformersEngine) -> None:
     torch.testing.assert_close(logits, plain.logits[0], rtol=0, atol=TOLERANCE)
 
 
+def test_inference_mode_works_too(engine: TransformersEngine) -> None:
+    ids = random_ids(50)
+    plain = plain_generate(_model(engine), ids, 1)
+    with engine.request(ids) as request:
+        with torch.inference_mode():
+            _model(engine)(ids[:, :20], cache=request.cache)
+        torch.testing.assert_close(request.prefill(), plain.logits[0], rtol=0, atol=TOLERANCE)
+
+
 def test_generate_of_transformers_prefills_in_chunks(engine: TransformersEngine, counter: PassCounter) -> None:
     ids = random_ids(300)
     plain = plain_generate(_model(engine), ids, NEW)
@@ -320,13 +334,13 @@ def test_a_context_larger_than_the_device_runs(model: Any, chunk_size: int | Non
             assert device["used_pages"] <= 6
 
 
-def test_a_context_on_all_three_tiers_runs(model: Any, tmp_path: Any) -> None:
+def test_a_context_on_all_three_tiers_runs(model: Any, tmp_path: Path) -> None:
     layout = layout_of(model, page_size=PAGE_SIZE)
     ids = random_ids(600)
     plain = plain_generate(model, ids, NEW)
     with (
         open_cache(
-            layout, device_pages=6, host_pages=10, nvme_dir=tmp_path / "nvme", nvme_bytes=256 * 1024 * 1024
+            layout, device_pages=6, host_pages=10, nvme_dir=tmp_path / "nvme", nvme_bytes=64 << 20
         ) as cache,
         TransformersEngine(model, cache) as engine,
     ):
@@ -336,6 +350,67 @@ def test_a_context_on_all_three_tiers_runs(model: Any, tmp_path: Any) -> None:
                 generation = request.generate(NEW, output_logits=True)
             assert_same(generation.tokens, generation.logits, plain)
         assert cache.stats()["tiers"]["nvme"]["used_pages"] > 0
+
+
+def damage_every_page(directory: Path) -> int:
+    """Flip a byte in the payload of every page in an NVMe tier's directory (`tiers/FORMAT.md`); returns the pages."""
+    num_pages = 0
+    for segment in directory.glob("hicache-*.seg"):
+        with segment.open("r+b") as file:
+            blocks = range(0, segment.stat().st_size, 4096)
+            for at in blocks:
+                file.seek(at)
+                if file.read(8) == b"HICPAGE\0":
+                    file.seek(at + 4096)
+                    byte = file.read(1)[0]
+                    file.seek(at + 4096)
+                    file.write(bytes([byte ^ 1]))
+                    num_pages += 1
+            os.fsync(file.fileno())
+    return num_pages
+
+
+@pytest.mark.parametrize("step", ["prefill", "generate"])
+@pytest.mark.parametrize("found", [True, False], ids=["found", "own"])
+def test_pages_that_turn_out_damaged_are_computed_again(
+    model: Any, tmp_path: Path, step: str, found: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the damaged pages were found in the cache or computed by the request itself."""
+    layout = layout_of(model, page_size=PAGE_SIZE)
+    ids = random_ids(600)
+    plain = plain_generate(model, ids, NEW)
+    directory = tmp_path / "nvme"
+    with (
+        open_cache(layout, device_pages=6, host_pages=10, nvme_dir=directory, nvme_bytes=64 << 20) as cache,
+        TransformersEngine(model, cache) as engine,
+        counting(model) as counter,
+    ):
+        if found:
+            with engine.request(ids[:, :580]) as request:
+                request.prefill()
+        with engine.request(ids[:, :580]) as request:
+            assert request.cached == (576 if found else 0)
+            request.prefill()
+            request.extend(ids[:, 580:])
+            assert damage_every_page(directory) > 0
+            counter.take()
+            if step == "prefill":
+                seen: list[tuple[int, int]] = []
+                logits = request.prefill(progress=lambda done, of: seen.append((done, of)))
+                torch.testing.assert_close(logits, plain.logits[0], rtol=0, atol=TOLERANCE)
+                assert all(0 < done <= of for done, of in seen)
+                assert seen[-1][0] == seen[-1][1] > 20
+                num_new = 0
+            else:
+                generation = request.generate(NEW, output_logits=True)
+                assert_same(generation.tokens, generation.logits, plain)
+                num_new = NEW - 1
+            assert request.length == 600 + num_new
+            # The pass that met the damage counted 20 tokens; then came what was lost, and those 20.
+            num_again = counter.tokens - 20 - 20 - num_new
+            assert 0 < num_again < 580
+            assert request.num_lost == (num_again - 4 if found else 0)
+    assert "recomputing" in caplog.text
 
 
 # -- several requests -----------------------------------------------------------------------------------------------
@@ -430,7 +505,7 @@ def test_a_pass_of_the_callers_own_that_fails_leaves_the_request_usable(
         FailAt(_model(engine), 1, error)
         with pytest.raises(type(error)):
             _model(engine)(ids, cache=request.cache)
-        # An interrupt leaves the pass open until the next one; a call without the cache must not find it.
+        assert request.cache.get_seq_length() == 0
         torch.testing.assert_close(_model(engine)(ids).logits[0, -1], plain.logits[0], rtol=0, atol=TOLERANCE)
         assert request.length == 0
         logits = _model(engine)(ids, cache=request.cache).logits[0, -1]
@@ -485,8 +560,7 @@ def test_detaching_gives_the_model_back(model: Any, cache: HiCache) -> None:
         with pytest.raises(BadRequest, match="while its engine is attached"), torch.no_grad():
             model(ids, cache=request.cache)
     assert model.config._attn_implementation == before
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert "forward" not in model.__dict__
     assert torch.equal(model(ids).logits, logits)
     with TransformersEngine(model, cache) as again, again.request(ids) as request:
         assert request.cached == kept(40, 40)
@@ -503,6 +577,60 @@ def test_calls_without_a_requests_cache_run_as_before(engine: TransformersEngine
     engine.detach()
     assert torch.equal(model.generate(ids, **options), attached)
     torch.testing.assert_close(model(ids, labels=ids).loss, trained)
+
+
+def test_a_call_without_the_cache_within_a_pass_is_a_call_without_the_cache(engine: TransformersEngine) -> None:
+    ids = random_ids(40)
+    plain = plain_generate(_model(engine), ids, 1)
+    inner: list[torch.Tensor] = []
+
+    def call(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        handle.remove()
+        inner.append(_model(engine)(ids).logits[0, -1])
+
+    handle = _model(engine).model.layers[1].register_forward_pre_hook(call)
+    with engine.request(ids) as request:
+        inner.append(request.prefill())
+    for logits in inner:
+        torch.testing.assert_close(logits, plain.logits[0], rtol=0, atol=TOLERANCE)
+    assert len(inner) == 2
+
+
+def test_a_copy_of_an_attached_model_is_a_model_of_its_own(engine: TransformersEngine) -> None:
+    ids = random_ids(40)
+    copied = copy.deepcopy(_model(engine))
+    with torch.no_grad():
+        copied.lm_head.weight += 1
+        logits = _model(engine)(ids).logits
+        assert not torch.allclose(copied(ids).logits, logits)
+        engine.detach()
+        torch.testing.assert_close(_model(engine)(ids).logits, logits)
+
+
+def test_a_wrapper_around_the_engines_own_stays(model: Any, cache: HiCache) -> None:
+    ids = random_ids(40)
+    logits = model(ids).logits
+    calls: list[int] = []
+    with TransformersEngine(model, cache) as engine:
+        inner = model.forward
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return inner(*args, **kwargs)
+
+        model.forward = outer
+        with engine.request(ids) as request:
+            request.prefill()
+    try:
+        torch.testing.assert_close(model(ids).logits, logits)
+        assert len(calls) == 2
+        with TransformersEngine(model, cache) as again, again.request(ids) as request:
+            assert request.cached == kept(40, 40)
+            request.prefill()
+        assert model.forward is outer
+        assert len(calls) == 3
+    finally:
+        del model.forward
 
 
 def test_a_model_has_one_engine(engine: TransformersEngine) -> None:
@@ -589,18 +717,17 @@ def test_sampling_options_reach_transformers(engine: TransformersEngine) -> None
         assert list(request.generate(NEW, **options).tokens) == plain
 
 
-def test_greedy_generation_ignores_sampling_settings_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_generation_is_greedy_whatever_the_models_settings_say() -> None:
     model = tiny_model()
     ids = random_ids(50)
     plain = plain_generate(model, ids, NEW)
-    model.generation_config.update(temperature=0.6, top_p=0.9, do_sample=True)
+    model.generation_config.update(do_sample=True, temperature=5.0)
     with (
         open_cache(layout_of(model, page_size=PAGE_SIZE)) as cache,
         TransformersEngine(model, cache) as engine,
         engine.request(ids) as request,
     ):
         assert request.generate(NEW).tokens == plain.tokens
-    assert not caplog.records
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
@@ -620,6 +747,11 @@ def _padded_generate(request: Request, ids: torch.Tensor) -> None:
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     _model(request.engine).generate(ids, attention_mask=mask, cache=request.cache, max_new_tokens=2)
+
+
+def _mask_of_the_new_tokens(request: Request, ids: torch.Tensor) -> None:
+    _model(request.engine)(ids[:, :20], cache=request.cache)
+    _model(request.engine)(ids[:, 20:], attention_mask=torch.ones_like(ids[:, 20:]), cache=request.cache)
 
 
 def _mask_4d(request: Request, ids: torch.Tensor) -> None:
@@ -707,6 +839,7 @@ def _extension_out_of_vocabulary(request: Request, ids: torch.Tensor) -> None:
         (_batch, "input_ids"),
         (_padding, "attention_mask"),
         (_padded_generate, "attention_mask"),
+        (_mask_of_the_new_tokens, "attention_mask"),
         (_mask_4d, "attention_mask"),
         (_positions, "position_ids"),
         (_embeddings, "inputs_embeds"),
@@ -774,8 +907,56 @@ def test_a_request_takes_one_pass_at_a_time(engine: TransformersEngine) -> None:
         handle = _model(engine).model.layers[1].register_forward_pre_hook(once)
         torch.testing.assert_close(request.prefill(), plain.logits[0], rtol=0, atol=TOLERANCE)
     assert [str(error) for error in errors] == [
-        "cache: is in another thread's forward pass; a request takes one pass at a time"
+        "cache: is in a forward pass already; a request takes one at a time"
     ]
+
+
+class OddAttention(LlamaAttention):
+    """A layer that attends to other keys than it stores."""
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        changed = type("Changed", (), {"update": lambda _, *args, **options: self._update(cache, args, options)})()
+        return super().forward(hidden_states, cache=changed, **kwargs)
+
+    def _update(self, cache: Any, args: Any, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = cache.update(*args, **options)
+        return key * 2, value
+
+
+@pytest.mark.parametrize("odd", ["keys", "missing_layer", "mask", "shapes"])
+def test_a_model_that_does_something_else_is_caught_in_the_pass(odd: str) -> None:
+    model = tiny_model()
+    ids = random_ids(40)
+    with (
+        open_cache(layout_of(model, page_size=PAGE_SIZE)) as cache,
+        TransformersEngine(model, cache) as engine,
+        engine.request(ids) as request,
+    ):
+        layer = model.model.layers[1]
+        if odd == "keys":
+            layer.self_attn.__class__ = OddAttention
+        elif odd == "missing_layer":
+            del model.model.layers[2]
+        elif odd == "mask":
+
+            def see_everything(*args: Any) -> None:
+                create_causal_mask(
+                    model.config,
+                    torch.empty(1, 40, 0),
+                    None,
+                    request.cache,
+                    or_mask_function=lambda *index: index[0] >= 0,
+                )
+
+            layer.register_forward_pre_hook(see_everything)
+        else:
+            layer.self_attn.v_proj = torch.nn.Linear(96, 64)
+        with pytest.raises(BadRequest, match="model") as refusal:
+            request.prefill()
+        assert refusal.value.field == "model"
+        assert request.length == 0
+    with open_cache(layout_of(tiny_model(), page_size=PAGE_SIZE)) as cache:
+        assert cache.match(engine.namespace, ids[0].numpy()).num_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -806,10 +987,10 @@ def test_assisted_decoding_is_refused(engine: TransformersEngine) -> None:
 
 @pytest.mark.parametrize(
     "ids",
-    [[], [[1, 2], [3, 4]], [1.5, 2.0], [VOCAB_SIZE], [-1], ["a"]],
-    ids=["empty", "batch", "floats", "too_large", "negative", "text"],
+    [[], [[1, 2], [3, 4]], [[1, 2], [3]], [1.5, 2.0], [VOCAB_SIZE], [-1], ["a"], torch.tensor([True])],
+    ids=["empty", "batch", "ragged", "floats", "too_large", "negative", "text", "truth"],
 )
-def test_prompts_that_are_no_token_ids_are_refused(engine: TransformersEngine, ids: list[Any]) -> None:
+def test_prompts_that_are_no_token_ids_are_refused(engine: TransformersEngine, ids: Any) -> None:
     with pytest.raises(BadRequest, match="input_ids"):
         engine.request(ids)
 

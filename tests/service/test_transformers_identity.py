@@ -122,7 +122,11 @@ def test_more_models_that_are_refused() -> None:
     model.peft_config = {}
     with pytest.raises(BadRequest, match="adapters"):
         layout_of(model)
-    with pytest.raises(BadRequest, match="not loaded"):
+    with pytest.raises(BadRequest, match="meta"):
         layout_of(tiny_model().to("meta"))
+    model = tiny_model()
+    model.compile(backend="eager")
+    with pytest.raises(BadRequest, match="compiled"):
+        layout_of(model)
     with pytest.raises(BadRequest, match="float64"):
         layout_of(tiny_model().to(torch.float64))

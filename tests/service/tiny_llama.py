@@ -1,4 +1,4 @@
-"""Small decoder models with seeded random weights, and what plain transformers computes with them."""
+"""Small decoder models with seeded random weights, and what plain transformers computes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,22 +72,24 @@ class Plain:
     """`[len(tokens), vocab_size]`, float32."""
 
 
-def plain_generate(model: Any, ids: torch.Tensor, max_new_tokens: int) -> Plain:
+def plain_generate(model: Any, ids: torch.Tensor, max_new_tokens: int, *, tolerance: float = TOLERANCE) -> Plain:
     """Greedy generation without hicache; asserts that no token is so close to another that rounding could flip it."""
     output = model.generate(
         ids, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
     logits = torch.cat(output.logits)
     best, second = logits.topk(2).values.unbind(-1)
-    assert float((best - second).min()) > 4 * TOLERANCE, "the reference is a near tie; choose another seed"
+    assert float((best - second).min()) > 4 * tolerance, "the reference is a near tie; choose another seed"
     return Plain(tuple(output.sequences[0, ids.shape[1] :].tolist()), logits)
 
 
-def assert_same(tokens: Sequence[int], logits: torch.Tensor | None, plain: Plain) -> None:
-    """The same greedy tokens, from logits that agree within `TOLERANCE`."""
+def assert_same(
+    tokens: Sequence[int], logits: torch.Tensor | None, plain: Plain, *, tolerance: float = TOLERANCE
+) -> None:
+    """The same greedy tokens, from logits that agree within the tolerance."""
     assert tuple(tokens) == plain.tokens
     assert logits is not None
-    torch.testing.assert_close(logits, plain.logits, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits, plain.logits, rtol=0, atol=tolerance)
 
 
 def open_cache(layout: KVLayout, *, device_pages: int = 64, host_pages: int = 64, **options: Any) -> HiCache:

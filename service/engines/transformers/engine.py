@@ -1,9 +1,11 @@
 """The engine: attaches a transformers model to a cache, and opens requests on it."""
 
 import dataclasses
+import functools
 import inspect
-import sys
+import types
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -69,7 +71,8 @@ class TransformersEngine:
         self.vocab_size: Final[int] = model.config.vocab_size
         self._parameters = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
         self._fingerprint = weights_fingerprint(model)
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.is_attached = False
+        """Whether the model still attends through this engine."""
         self._attach()
 
     def request(
@@ -100,11 +103,13 @@ class TransformersEngine:
 
     def detach(self) -> None:
         """Give the model back as it was. Requests can only be closed after that. Idempotent."""
-        if self.model not in _attached or not self._handles:
+        if not self.is_attached:
             return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.is_attached = False
+        # Whoever wrapped the method after us keeps ours inside; it then only passes calls on.
+        if self.model.__dict__.get("forward") is self._forward:
+            del self.model.__dict__["forward"]
+            self.model.__dict__.update(self._forward_before)
         self.model.set_attn_implementation(self._attention_before)
         _attached.discard(self.model)
 
@@ -125,36 +130,45 @@ class TransformersEngine:
         model.set_attn_implementation(forward.ATTENTION)
         if model.config._attn_implementation != forward.ATTENTION:
             raise BadRequest("model", f"{type(model).__name__} has attention of its own that cannot be replaced")
-        self._handles = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            # First among the hooks, so that a pass is decided by the model and not by somebody else's hook; called
-            # after an exception too, then without a result.
-            model.register_forward_hook(self._after_forward, prepend=True, always_call=True),
-        ]
+        # The model's `forward` is wrapped rather than hooked: hooks of torch do not hear of an interrupt.
+        self._forward_before = {name: value for name, value in model.__dict__.items() if name == "forward"}
+        self._forward = _wrapped(model.forward, self)
+        model.__dict__["forward"] = self._forward
+        self.is_attached = True
         _attached.add(model)
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Also ends what an interrupted pass of this thread may have left.
-        forward.set_current(None)
+    def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model. With a request's cache it is a pass of that request, kept if it returns and dropped if
+        it raises."""
         arguments = dict(zip(self._parameters, args)) | kwargs
         cache = arguments.get("cache")
         cache = cache if cache is not None else arguments.get("past_key_values")
-        if isinstance(cache, RequestCache):
-            if cache.request.engine is not self:
-                raise BadRequest("cache", "belongs to a request of another engine")
-            forward.set_current(cache.request.begin(arguments))
+        if not isinstance(cache, RequestCache):
+            with forward.running(None):
+                return original(*args, **kwargs)
+        request = cache.request
+        if request.engine is not self:
+            raise BadRequest("cache", "belongs to a request of another engine")
+        try:
+            with forward.running(request.begin(arguments)):
+                result = original(*args, **kwargs)
+        except BaseException as error:
+            request.discard(error)
+            raise
+        request.commit(getattr(result, "logits", None))
+        return result
 
-    def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        ended = forward.current()
-        forward.set_current(None)
-        if ended is None:
-            return
-        assert isinstance(ended.owner, Request)
-        if result is None:
-            # torch calls hooks while it handles the exception: a page that turned out damaged has to be reported.
-            ended.owner.discard(sys.exc_info()[1])
-        else:
-            ended.owner.commit(getattr(result, "logits", None))
+
+def _wrapped(original: Callable[..., Any], engine: TransformersEngine) -> types.MethodType:
+    """`model.forward` through the engine; a method, so that copying the model binds it to the copy."""
+
+    @functools.wraps(original)
+    def call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if model is not engine.model:
+            return type(model).forward(model, *args, **kwargs)
+        return engine.run(original, args, kwargs) if engine.is_attached else original(*args, **kwargs)
+
+    return types.MethodType(call, engine.model)
 
 
 def _default_chunk_size(cache: "HiCache") -> int:

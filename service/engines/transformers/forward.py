@@ -1,23 +1,25 @@
 """One forward pass of a request, and the attention function through which transformers reaches it.
 
 transformers calls an attention function by name and gives it the module, query, key and value, but not the cache. The
-pass under way is therefore kept per thread: the engine's hook sets it before the model runs and takes it away after.
-In between, for every layer in order, the cache layer writes the new keys and values and returns just those, and the
-attention function attends to them and to everything that the sequence holds before them.
+pass under way is therefore kept per thread while the model runs (`running`). In it, for every layer in order, the cache
+layer writes the new keys and values and returns just those, and the attention function attends to them and to all that
+the sequence holds before them.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from hicache.kernels.attend import attend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hicache.errors import BadRequest
+from hicache.kernels.attend import attend
 from hicache.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -44,10 +46,14 @@ class ForwardPass:
         self.tokens: Final = tokens
         """Ids of its tokens."""
         self.thread_id: Final = threading.get_ident()
-        self._layout = layout
+        group = layout.groups[0]
+        self._due: Final = layout.num_layers
+        self._shape: Final = (1, group.num_kv_heads, len(tokens), group.head_dim)
+        self._dtype: Final[torch.dtype] = getattr(torch, layout.dtype.value)
         self._num_layers = 0
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step = step.__enter__()
+        self._is_open = True
 
     def has_written(self, layer: int) -> bool:
         """Whether this pass stored its tokens in `layer` already."""
@@ -58,15 +64,13 @@ class ForwardPass:
 
         Raises `BadRequest` when the model computes something else than the layout says, or layers out of order.
         """
-        group = self._layout.groups[0]
-        if layer != self._num_layers or layer >= self._layout.num_layers:
+        assert self._is_open, "the pass has ended"
+        if layer != self._num_layers or layer >= self._due:
             raise BadRequest("model", f"stored layer {layer} where layer {self._num_layers} was due")
-        expected = (1, group.num_kv_heads, len(self.tokens), group.head_dim)
         for name, tensor in (("keys", key), ("values", value)):
-            if tuple(tensor.shape) != expected:
-                raise BadRequest("model", f"computed {name} of shape {tuple(tensor.shape)}, not {expected}")
-            if str(tensor.dtype) != f"torch.{self._layout.dtype.value}":
-                raise BadRequest("model", f"computed {name} in {tensor.dtype}, not {self._layout.dtype.value}")
+            if tensor.shape != self._shape or tensor.dtype != self._dtype:
+                problem = f"{name} {tuple(tensor.shape)} in {tensor.dtype}, not {self._shape} in {self._dtype}"
+                raise BadRequest("model", f"computed {problem}")
         self._step.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         self._new = (key, value)
         self._num_layers += 1
@@ -93,15 +97,17 @@ class ForwardPass:
 
     def commit(self) -> None:
         """Keep the tokens: every layer is stored. Raises `BadRequest`, keeping nothing, if one is missing."""
-        if self._num_layers != self._layout.num_layers:
-            error = BadRequest("model", f"stored {self._num_layers} of {self._layout.num_layers} layers")
+        if self._num_layers != self._due:
+            error = BadRequest("model", f"stored {self._num_layers} of {self._due} layers")
             self.discard(error)
             raise error
+        self._is_open = False
         self._step.__exit__(None, None, None)
 
     def discard(self, error: BaseException | None) -> None:
         """Drop the tokens: the sequence is as it was before the pass. `error` is what ended it, if that is known."""
         error = error if error is not None else _Dropped()
+        self._is_open = False
         self._step.__exit__(type(error), error, error.__traceback__)
 
 
@@ -109,9 +115,15 @@ class _Dropped(Exception):
     """Tells a step that its tokens are not wanted."""
 
 
-def set_current(forward: ForwardPass | None) -> None:
-    """Make `forward` the pass that attention in this thread belongs to; None for none."""
+@contextmanager
+def running(forward: ForwardPass | None) -> Iterator[None]:
+    """Attention in this thread belongs to `forward` meanwhile; with None to no request at all."""
+    before = current()
     _local.forward = forward
+    try:
+        yield
+    finally:
+        _local.forward = before
 
 
 def current() -> ForwardPass | None:

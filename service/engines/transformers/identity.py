@@ -26,11 +26,11 @@ rotate by the length of the whole input, so a page would be right for one length
 
 _OTHER_ATTENTION: Final = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "kv_sharing_modes")
 _NOT_IDENTITY: Final = frozenset({
-    "_name_or_path", "transformers_version", "architectures", "dtype", "return_dict", "use_cache", "output_attentions",
+    "transformers_version", "architectures", "dtype", "return_dict", "use_cache", "output_attentions",
     "output_hidden_states", "id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id",
 })  # fmt: skip
-"""Configuration that says where a model came from or what a call returns, not what it computes. The dtype is hashed
-with every tensor."""
+"""Configuration that says what a call returns or how the model was saved, not what it computes; so do names that begin
+with an underscore, like the path it was loaded from. The dtype is hashed with every tensor."""
 
 _Fingerprint = tuple[tuple[int, int], ...]
 _digests: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[_Fingerprint, str]]" = weakref.WeakKeyDictionary()
@@ -86,7 +86,11 @@ def weights_digest(model: PreTrainedModel) -> str:
     remembered = _digests.get(model)
     if remembered is not None and remembered[0] == fingerprint:
         return remembered[1]
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in _NOT_IDENTITY and not name.startswith("_")
+    }
     tensors = sorted(model.state_dict(keep_vars=False).items())
     # hashlib releases the interpreter lock, and no tensor waits for another one.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -133,8 +137,10 @@ def check_supported(model: PreTrainedModel) -> None:
     _positions(model)
     if str(model.dtype).removeprefix("torch.") not in {dtype.value for dtype in KVDtype}:
         raise BadRequest("model", f"has dtype {model.dtype}, which no layout has")
-    if any(tensor.device.type == "meta" for tensor in _weights(model)):
-        raise BadRequest("model", "has weights that are not loaded (device meta)")
+    if len(devices := {str(tensor.device) for tensor in _weights(model)}) > 1 or "meta" in devices:
+        raise BadRequest("model", f"has weights on {', '.join(sorted(devices))}; all on one device only")
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise BadRequest("model", "is compiled: its passes cannot be followed; use it uncompiled")
 
 
 def _positions(model: PreTrainedModel) -> PositionScheme:

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hicache.errors import BadRequest, Closed, CorruptPage
 from hicache.namespace import Namespace
-from hicache.service.engines.transformers.forward import ForwardPass, current, set_current
+from hicache.service.engines.transformers.forward import ForwardPass, current
 from hicache.tier import TierId
 
 if TYPE_CHECKING:
@@ -180,9 +180,10 @@ class Request:
         for name in _OTHER_MODES:
             if options.get(name) not in (None, 1):
                 raise BadRequest(name, "needs several sequences, or one that goes back; a request is neither")
-        if not options.get("do_sample"):
-            # Without the sampling settings that a model may bring along, which would only be warned about.
-            options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | options
+        # Greedy, whatever the model's own generation settings say.
+        options = {"do_sample": False} | options
+
+        min_new_tokens = options.pop("min_new_tokens", None)
 
         watch = _TokenWatch(self, streamer)
         num_before = len(self._tokens)
@@ -193,8 +194,6 @@ class Request:
             watch.begin()
             done = len(watch.tokens)
             self._tokens = np.concatenate([self._tokens[:num_before], np.array(watch.tokens, np.int32)])
-            if options.get("min_new_tokens") is not None:
-                options["min_new_tokens"] = max(0, options["min_new_tokens"] - done)
             ids = self._ids(0, len(self._tokens))
             model: Any = self.engine.model
             model.generate(
@@ -203,6 +202,7 @@ class Request:
                 attention_mask=torch.ones_like(ids),
                 cache=self.cache,
                 max_new_tokens=max_new_tokens - done,
+                min_new_tokens=None if min_new_tokens is None else max(0, min_new_tokens - done),
                 prefill_chunk_size=chunk_size if chunk_size < self.num_pending else None,
                 streamer=watch,
                 **options,
@@ -228,10 +228,15 @@ class Request:
         )
 
     def close(self) -> None:
-        """Give up the lease and what is private to the request; whole pages stay cached. Idempotent."""
+        """Give up the lease and what is private to the request; whole pages stay cached. Idempotent.
+
+        Raises `BadRequest` while another thread is in a forward pass with it.
+        """
         if not self._closed:
-            self._closed = True
             self.discard(None)
+            if self._forward is not None:
+                raise BadRequest("request", "cannot be closed in another thread's forward pass")
+            self._closed = True
             self._sequence.close()
 
     def __enter__(self) -> Self:
@@ -242,7 +247,7 @@ class Request:
     ) -> None:
         self.close()
 
-    # -- one forward pass, driven by the engine's hooks and by the cache layers ----------------------------------------
+    # -- one forward pass, driven by the engine and by the cache layers ------------------------------------------------
 
     def begin(self, arguments: Mapping[str, Any]) -> ForwardPass:
         """A forward pass of the attached model starts with this request's cache; its tokens are known from now on.
@@ -251,10 +256,8 @@ class Request:
         `Sequence.step` raises.
         """
         self._check_open()
-        if self._forward is not None and self._forward.thread_id != threading.get_ident():
-            raise BadRequest("cache", "is in another thread's forward pass; a request takes one pass at a time")
-        # A pass of this thread that is still there was interrupted without a word from torch (KeyboardInterrupt).
-        self.discard(None)
+        if self._forward is not None:
+            raise BadRequest("cache", "is in a forward pass already; a request takes one at a time")
         tokens = self._check_pass(arguments)
         self._forward = ForwardPass(self, self.engine.layout, self._sequence.step(tokens), tokens)
         return self._forward
@@ -273,9 +276,10 @@ class Request:
             self._progress.report(self.length)
 
     def discard(self, error: BaseException | None) -> None:
-        """Drop the pass under way, if there is one: the request is as it was before. `error` is what ended it."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
+        """Drop the pass of this thread, if there is one: the request is as it was before. `error` is what ended it."""
+        forward = self._forward
+        if forward is not None and forward.thread_id == threading.get_ident():
+            self._forward = None
             forward.discard(error)
 
     def length_of(self, layer: int) -> int:
@@ -325,17 +329,13 @@ class Request:
 
     @contextmanager
     def _working(self, progress: Progress | None) -> Iterator[None]:
-        """Report progress meanwhile, and leave no pass behind, whatever interrupts it."""
+        """Report progress meanwhile."""
         if not self.num_pending:
             raise BadRequest("tokens", "are all computed; extend the request by the token chosen from the logits first")
         if progress is not None:
             self._progress = _Progressing(progress, self.length, len(self._tokens))
         try:
             yield
-        except BaseException as error:
-            self.discard(error)
-            set_current(None)
-            raise
         finally:
             self._progress = None
 
@@ -349,6 +349,8 @@ class Request:
                 self._sequence.close()
                 self._sequence = self.engine.cache.sequence(self._namespace, self._tokens, timeout_s=self._timeout_s)
                 self.num_lost = max(self.num_lost, self.cached - self._sequence.num_cached)
+                if self._progress is not None:
+                    self._progress.restart(self.length)
         return run()
 
     def _ids(self, start: int, stop: int) -> torch.Tensor:
@@ -442,9 +444,12 @@ class _Progressing:
         self._start = start
         self._end = end
 
-    def report(self, length: int) -> None:
-        # After damage a request starts over from fewer tokens; the bar then starts there too.
+    def restart(self, length: int) -> None:
+        """The request goes on from fewer tokens than before: there is more to compute."""
         self._start = min(self._start, length)
+
+    def report(self, length: int) -> None:
+        """So many tokens are computed now."""
         if length <= self._end:
             self._progress(length - self._start, self._end - self._start)
 
@@ -485,7 +490,10 @@ class _TokenWatch:
 
 def token_ids(tokens: npt.ArrayLike | torch.Tensor, vocab_size: int) -> Tokens:
     """Token ids as int32 `[tokens]`, from `[tokens]` or `[1, tokens]`. Raises `BadRequest` for anything else."""
-    ids = np.asarray(tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens)
+    try:
+        ids = np.asarray(tokens.detach().cpu() if isinstance(tokens, torch.Tensor) else tokens)
+    except (TypeError, ValueError) as error:
+        raise BadRequest("input_ids", f"are not an array of token ids: {error}") from error
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
