@@ -43,6 +43,10 @@ check: $(READY) ## lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+.PHONY: kernels
+kernels: $(READY) ## compile the kernels for GPUs that need not be there, and print what they need
+	$(BIN)/python -m hicache.kernels.compile_report --pairwise $(KERNELS_ARGS)
+
 .PHONY: bench
 bench: $(READY) ## run the demo and keep its figures in bench.json
 	$(BIN)/hicache demo --json bench.json $(DEMO_ARGS)
