@@ -234,7 +234,9 @@ class Cache:
                 continue
             if self._num_changes != num_changes:
                 continue
-            if not wait or not (self._under_way[tier_id] or self._holders):
+            # A tier below counts too: what cannot be demoted now may be when it has room again.
+            under_way = any(self._under_way[each] for each in self._from(tier_id))
+            if not wait or not (under_way or self._holders):
                 raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
             await self._wait(self._progress, deadline)
         return tier.allocate(num_pages)
@@ -274,8 +276,12 @@ class Cache:
         return freed
 
     def _has_slower_copy(self, node: Node, tier_id: TierId) -> bool:
+        return any(node.residency(slower) is Residency.RESIDENT for slower in self._from(tier_id)[1:])
+
+    def _from(self, tier_id: TierId) -> list[TierId]:
+        """A tier and the slower ones."""
         order = list(self.tiers)
-        return any(node.residency(slower) is Residency.RESIDENT for slower in order[order.index(tier_id) + 1 :])
+        return order[order.index(tier_id) :]
 
     async def _demote(self, nodes: Sequence[Node], tier_id: TierId, *, deadline: float) -> int:
         """Copy `nodes` one tier down, then let them leave `tier_id`. Nodes that cannot be copied are dropped if nobody
