@@ -152,10 +152,10 @@ class TransformersEngine:
         try:
             with forward.running(request.begin(arguments)):
                 result = original(*args, **kwargs)
+            request.commit(getattr(result, "logits", None))
         except BaseException as error:
             request.discard(error)
             raise
-        request.commit(getattr(result, "logits", None))
         return result
 
 

@@ -132,25 +132,17 @@ class Request:
         self._tokens = np.concatenate([self._tokens, token_ids(tokens, self.engine.vocab_size)])
 
     def prefill(self, chunk_size: int | None = None, progress: Progress | None = None) -> torch.Tensor:
-        """Run all pending tokens through the model, `chunk_size` at a time; logits `[vocab_size]` of the last one.
+        """Run all pending tokens through the model, up to `chunk_size` at a time; the last one's logits `[vocab_size]`.
 
-        The smaller the chunk, the fewer device pages a step needs. Raises `BadRequest` when nothing is pending, and
+        The smaller the chunk, the fewer device pages a pass needs. Raises `BadRequest` when nothing is pending, and
         what the model raises.
         """
         chunk_size = self._check_chunk(chunk_size)
         began = time.perf_counter()
 
-        def run() -> torch.Tensor:
-            logits: torch.Tensor | None = None
-            while self.num_pending:
-                ids = self._ids(self.length, self.length + chunk_size)
-                output = self.engine.model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
-                logits = output.logits[0, -1]
-            assert logits is not None
-            return logits
-
-        with self._working(progress), torch.no_grad():
-            logits = self._around_damage(run)
+        with self._working(progress):
+            logits = self._around_damage(lambda: self._compute(chunk_size, leave=0))
+        assert logits is not None
         self._spent_s += time.perf_counter() - began
         return logits
 
@@ -182,7 +174,6 @@ class Request:
                 raise BadRequest(name, "needs several sequences, or one that goes back; a request is neither")
         # Greedy, whatever the model's own generation settings say.
         options = {"do_sample": False} | options
-
         min_new_tokens = options.pop("min_new_tokens", None)
 
         watch = _TokenWatch(self, streamer)
@@ -194,6 +185,7 @@ class Request:
             watch.begin()
             done = len(watch.tokens)
             self._tokens = np.concatenate([self._tokens[:num_before], np.array(watch.tokens, np.int32)])
+            self._compute(chunk_size, leave=chunk_size)
             ids = self._ids(0, len(self._tokens))
             model: Any = self.engine.model
             model.generate(
@@ -203,7 +195,6 @@ class Request:
                 cache=self.cache,
                 max_new_tokens=max_new_tokens - done,
                 min_new_tokens=None if min_new_tokens is None else max(0, min_new_tokens - done),
-                prefill_chunk_size=chunk_size if chunk_size < self.num_pending else None,
                 streamer=watch,
                 **options,
             )
@@ -259,7 +250,8 @@ class Request:
         if self._forward is not None:
             raise BadRequest("cache", "is in a forward pass already; a request takes one at a time")
         tokens = self._check_pass(arguments)
-        self._forward = ForwardPass(self, self.engine.layout, self._sequence.step(tokens), tokens)
+        step = self._sequence.step(tokens, timeout_s=self._timeout_s)
+        self._forward = ForwardPass(self, self.engine.layout, step, tokens)
         return self._forward
 
     def commit(self, logits: torch.Tensor | None) -> None:
@@ -326,6 +318,22 @@ class Request:
             if tuple(positions.shape) != (1, len(tokens)) or not torch.equal(positions[0], expected):
                 raise BadRequest("position_ids", f"are not {start} to {end - 1}; {_HINT}")
         return tokens
+
+    def _compute(self, chunk_size: int, *, leave: int) -> torch.Tensor | None:
+        """Run pending tokens through the model until at most `leave` are left; the last pass's logits, if any.
+
+        Passes end at page borders where they can: then no pass needs more pages than its tokens fill.
+        """
+        page_size = self.engine.layout.page_size
+        logits: torch.Tensor | None = None
+        with torch.no_grad():
+            while self.num_pending > leave:
+                start, end = self.length, self.length + chunk_size
+                border = end // page_size * page_size
+                ids = self._ids(start, border if start < border and end < len(self._tokens) else end)
+                output = self.engine.model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+                logits = output.logits[0, -1]
+        return logits
 
     @contextmanager
     def _working(self, progress: Progress | None) -> Iterator[None]:
