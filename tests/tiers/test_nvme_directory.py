@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,9 @@ def test_a_capacity_beyond_the_free_space_creates_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
     (tmp_path / "there").mkdir(mode=0o700)
     refused(tmp_path / "there", BadRequest, capacity_bytes=2 * free, segment_bytes=None)
+    before = picture(tmp_path)
+    refused(tmp_path / "new", BadRequest, capacity_bytes=2 * free, segment_bytes=None)
+    assert picture(tmp_path) == before, "not even made and removed again"
 
 
 def test_space_that_old_segments_give_back_counts_as_free(tmp_path: Path) -> None:
@@ -270,7 +274,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     class Others(FaultyFiles):
         def fstat(self, fd: int) -> os.stat_result:
             status = list(super().fstat(fd))
-            status[4] += 1
+            status[stat.ST_UID] += 1
             return os.stat_result(status)
 
     assert str(tmp_path) in refused(tmp_path, files=Others())
@@ -366,6 +370,60 @@ def test_any_damaged_file_leads_to_a_start(tmp_path: Path, name: str, damage: st
                 await expect_page(tier, slot, identity)
 
     run(main())
+    if name != MANIFEST and damage != "swapped":
+        # Beside a whole manifest a segment is ours however it looks: damage does not eat up the disk.
+        assert sorted(os.listdir(directory)) == [*SEGMENTS, MANIFEST]
+
+
+def test_a_file_of_another_user_is_left_alone(tmp_path: Path) -> None:
+    class Others(FaultyFiles):
+        """The second segment belongs to somebody else."""
+
+        def stat(self, name: str, *, directory_fd: int | None = None, follow: bool = False) -> os.stat_result:
+            status = super().stat(name, directory_fd=directory_fd, follow=follow)
+            fields = list(status)
+            fields[stat.ST_UID] += name == SEGMENTS[1]
+            return os.stat_result(fields, {"st_blocks": status.st_blocks})
+
+    directory = tmp_path / "store"
+    open_and_close(directory)
+    before = picture(directory)[SEGMENTS[1]]
+    open_and_close(directory, files=Others())
+    assert picture(directory)[SEGMENTS[1]] == before
+    assert sorted(os.listdir(directory)) == [*SEGMENTS, "hicache-000003.seg", MANIFEST]
+
+
+def test_the_manifest_becomes_visible_whole(tmp_path: Path) -> None:
+    """Written aside, synced, renamed, and in the end the directory synced: in this order."""
+    calls: list[str] = []
+
+    class Noting(FaultyFiles):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: dict[int, str] = {}
+
+        def open(self, name: str, flags: int, *, directory_fd: int | None = None) -> int:
+            fd = super().open(name, flags, directory_fd=directory_fd)
+            self.names[fd] = name
+            return fd
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            calls.append(f"write {self.names[fd]}")
+            return super().pwritev(fd, buffers, offset)
+
+        def fsync(self, fd: int) -> None:
+            calls.append(f"sync {self.names[fd]}")
+            super().fsync(fd)
+
+        def rename(self, source: str, target: str, *, directory_fd: int) -> None:
+            calls.append(f"rename {source} {target}")
+            super().rename(source, target, directory_fd=directory_fd)
+
+    directory = tmp_path / "store"
+    open_and_close(directory, files=Noting())
+    new = "hicache.manifest.new"
+    assert calls[:3] == [f"write {new}", f"sync {new}", f"rename {new} {MANIFEST}"]
+    assert calls[-1] == f"sync {directory}"
 
 
 def test_a_segment_that_cannot_be_told_to_be_ours_is_left_alone(

@@ -9,7 +9,7 @@ from hicache.clock import Clock, ManualClock
 from hicache.errors import TierUnavailable
 from hicache.tier import Outcome
 from hicache.tiers.nvme import NvmeTier
-from hicache.tiers.nvme.health import ERRORS_TO_DOWN, PROBE_INTERVAL_S, Health
+from hicache.tiers.nvme.health import ERRORS_TO_DOWN, PROBE_INTERVAL_S, Health, Kind
 from hicache.tiers.nvme.store import HUNG_AFTER_S
 from tests.stamps import identity_chain
 from tests.tiers.contract import expect_miss, expect_page, run, store
@@ -88,6 +88,36 @@ def test_a_device_that_fails_again_and_again_is_down_and_comes_back_by_itself(fa
     run(main())
 
 
+def test_one_probe_at_a_time_is_due_when_the_interval_has_passed() -> None:
+    clock = ManualClock()
+    health = Health("nvme", clock)
+    error = OSError(5, "Input/output error")
+    assert not health.claim_probe()
+    for _ in range(ERRORS_TO_DOWN):
+        health.failed(Kind.WRITE, error)
+    assert health.down is not None
+    assert not health.claim_probe()
+    clock.advance(PROBE_INTERVAL_S / 2)
+    assert not health.claim_probe()
+    clock.advance(PROBE_INTERVAL_S / 2)
+    assert health.claim_probe()
+    clock.advance(10 * PROBE_INTERVAL_S)
+    assert not health.claim_probe(), "one is under way"
+    health.probed("still dead")
+    assert not health.claim_probe()
+    clock.advance(PROBE_INTERVAL_S)
+    assert health.claim_probe()
+    health.probed(None)
+    assert health.down is None
+    # What failed before counts no more.
+    for _ in range(ERRORS_TO_DOWN - 1):
+        health.failed(Kind.WRITE, error)
+        health.failed(Kind.READ, error)
+    assert health.down is None
+    health.failed(Kind.READ, error)
+    assert health.down is not None
+
+
 def test_failures_that_are_not_in_a_row_do_not_mark_the_device_down() -> None:
     files = data_faults()
 
@@ -122,7 +152,7 @@ def test_a_probe_believes_only_what_comes_back(fault: Fault, name: str) -> None:
             health = tier._health
             assert isinstance(health, WatchedHealth)
             for _ in range(ERRORS_TO_DOWN):
-                health.failed(next(iter(health._in_a_row)), OSError(5, "Input/output error"))
+                health.failed(Kind.READ, OSError(5, "Input/output error"))
             if name == "pwritev" and fault is Fault.LOST:
                 # A lost write is only seen if what lies there differs.
                 path, _ = place_of(tier, 0)

@@ -166,7 +166,7 @@ def read_fully(files: FileIO, fd: int, buffers: Sequence[memoryview], offset: in
 def write_fully(files: FileIO, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Write the buffers from `offset` on, all of them. Continues interrupted and short writes as `read_fully` does.
 
-    Raises `OSError` as the device does; EIO for one that takes nothing, or nothing more, without saying why.
+    Raises `OSError` as the device does; EIO for one that takes nothing more without saying why.
     """
     total = sum(map(len, buffers))
     done = reached = stalls = 0
@@ -179,7 +179,7 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[memoryview], offset: i
                 raise
             continue
         stalls = 0 if done + count > reached else stalls + 1
-        if stalls > MAX_STALLS or count == 0:
+        if stalls > MAX_STALLS:
             raise OSError(errno.EIO, f"the device took {reached} of {total} bytes")
         reached = max(reached, done + count)
         done = reached // BLOCK * BLOCK
