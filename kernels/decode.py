@@ -5,7 +5,7 @@ The keys of a sequence are cut into splits that run side by side (split-KV); the
 value is loaded once for all of them.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -144,21 +144,26 @@ def choose_num_splits(num_programs: int, max_tokens: int, num_multiprocessors: i
 
 
 def decode_variant(dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Variant:
-    """The form in which the kernel is compiled. `group`: query heads that share a key/value head."""
+    """The form in which the kernel is compiled. `group`: query heads that share a key/value head.
+
+    Found with the compile report: the largest blocks that spill nothing on sm_90 and at most 16 bytes elsewhere.
+    """
     rows = min(64, max(16, next_power_of_2(group)))  # 16: the least that a tensor core takes
     constants = {"G": group, "D": head_dim, "PAGE": page_size, "BH": rows, "BD": max(16, next_power_of_2(head_dim))}
     if dtype == torch.float32:
-        return Variant({**constants, "BN": 32}, num_warps=4, num_stages=2)
+        return Variant({**constants, "BN": 32}, num_warps=8, num_stages=2)
     return Variant({**constants, "BN": 64}, num_warps=4, num_stages=3)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _paged_decode_kernel(
-    p_query: Any, p_pages: Any, p_tables: Any, p_lens: Any, p_output: Any, p_lse: Any,
-    num_splits: Any, scale_log2: Any,
-    stride_qb: Any, stride_qh: Any,
-    stride_slot: Any, stride_plane: Any, stride_token: Any, stride_head: Any, stride_tb: Any,
-    stride_os: Any, stride_ob: Any, stride_oh: Any, stride_ls: Any, stride_lb: Any,
+    p_query: tl.tensor, p_pages: tl.tensor, p_tables: tl.tensor, p_lens: tl.tensor, p_output: tl.tensor,
+    p_lse: tl.tensor,
+    num_splits: tl.tensor, scale_log2: tl.tensor,
+    stride_qb: tl.tensor, stride_qh: tl.tensor,
+    stride_slot: tl.tensor, stride_plane: tl.tensor, stride_token: tl.tensor, stride_head: tl.tensor,
+    stride_tb: tl.tensor,
+    stride_os: tl.tensor, stride_ob: tl.tensor, stride_oh: tl.tensor, stride_ls: tl.tensor, stride_lb: tl.tensor,
     G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr,
 ) -> None:

@@ -12,7 +12,7 @@ launch costs the host about what it takes to move a page, so that small batches 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -35,8 +35,8 @@ class LayerPages:
 
     layers: tuple[torch.Tensor, ...]
     """Each uint8 [num_pages, layer_bytes], a view of the layer's memory; pages contiguous, any page stride."""
-    addresses: torch.Tensor
-    """int64 [num_layers], address of each layer's first page, on the layers' device."""
+    offsets: torch.Tensor
+    """int64 [num_layers], bytes from the first layer to each, on the layers' device."""
     alignment: int
     """Bytes, a power of two up to 16, of which every page's address and size is a multiple."""
 
@@ -57,7 +57,7 @@ class LayerPages:
         addresses = [view.data_ptr() for view in views]
         return cls(
             views,
-            torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            torch.tensor([address - addresses[0] for address in addresses], dtype=torch.int64, device=first.device),
             math.gcd(16, first.shape[1], first.stride(0), *addresses),
         )
 
@@ -198,7 +198,9 @@ def gather_variant(alignment: int, layer_bytes: int) -> Variant:
     """The form in which the kernel is compiled. `alignment`: bytes of which all addresses and sizes are multiples."""
     word = min(4, alignment)
     words = min(4096, next_power_of_2(layer_bytes // word))
-    return Variant({"ALIGN": alignment, "WORD": word, "BLOCK": words}, num_warps=4, num_stages=1)
+    # At least 16 bytes a thread, so that small pages are moved in wide words too.
+    num_warps = max(1, min(4, words * word // 512))
+    return Variant({"ALIGN": alignment, "WORD": word, "BLOCK": words}, num_warps=num_warps, num_stages=1)
 
 
 def _launch(
@@ -214,15 +216,19 @@ def _launch(
         return
     alignment = math.gcd(pages.alignment, rows.stride(0), rows.data_ptr(), first_layer * pages.layer_bytes)
     variant = gather_variant(alignment, pages.layer_bytes)
-    num_blocks = triton.cdiv(pages.layer_bytes, variant.constants["BLOCK"] * variant.constants["WORD"])
-    _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), num_blocks)](
-        p_layers=pages.addresses,
+    word_bytes = variant.constants["WORD"]
+    num_words, block = pages.layer_bytes // word_bytes, variant.constants["BLOCK"]
+    first = pages.layers[0].view(_WORDS[word_bytes])
+    rows = rows.view(_WORDS[word_bytes])
+    _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), triton.cdiv(num_words, block))](
+        p_pages=first,
+        p_offsets=pages.offsets,
         p_page_ids=page_ids,
         p_slots=rows,
         p_slot_ids=slot_ids,
         first_layer=first_layer,
-        layer_bytes=pages.layer_bytes,
-        stride_page=pages.layers[0].stride(0),
+        num_words=num_words,
+        stride_page=first.stride(0),
         stride_slot=rows.stride(0),
         TO_SLOTS=to_slots,
         **variant.constants,
@@ -232,30 +238,23 @@ def _launch(
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _gather_pages_kernel(
-    p_layers: Any, p_page_ids: Any, p_slots: Any, p_slot_ids: Any,
-    first_layer: Any, layer_bytes: Any, stride_page: Any, stride_slot: Any,
+    p_pages: tl.tensor, p_offsets: tl.tensor, p_page_ids: tl.tensor, p_slots: tl.tensor, p_slot_ids: tl.tensor,
+    first_layer: tl.tensor, num_words: tl.tensor, stride_page: tl.tensor, stride_slot: tl.tensor,
     TO_SLOTS: tl.constexpr, ALIGN: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    # A program copies BLOCK words of one layer of one page; strides are in bytes.
+    # A program copies BLOCK words of one layer of one page; strides are in words of WORD bytes.
     i_layer = tl.program_id(1).to(tl.int64)
     page = tl.load(p_page_ids + tl.program_id(0)).to(tl.int64)
     slot = tl.load(p_slot_ids + tl.program_id(0)).to(tl.int64)
-    # Addresses are integers until here, so the compiler is told what the wrapper knows of their alignment.
-    page_address = tl.multiple_of(tl.load(p_layers + i_layer) + page * stride_page, ALIGN)
-    slot_address = p_slots.to(tl.int64) + slot * stride_slot + (first_layer + i_layer) * layer_bytes
-    slot_address = tl.multiple_of(slot_address, ALIGN)
-    if WORD == 4:
-        p_page = page_address.to(tl.pointer_type(tl.int32))
-        p_slot = slot_address.to(tl.pointer_type(tl.int32))
-    elif WORD == 2:
-        p_page = page_address.to(tl.pointer_type(tl.int16))
-        p_slot = slot_address.to(tl.pointer_type(tl.int16))
-    else:
-        p_page = page_address.to(tl.pointer_type(tl.int8))
-        p_slot = slot_address.to(tl.pointer_type(tl.int8))
+    # The wrapper knows how offsets from a table are aligned; the compiler would not, and move single words.
+    # `multiple_of` does nothing to a parameter, hence the division, which is exact.
+    o_page = tl.multiple_of(tl.load(p_offsets + i_layer) // WORD + page * stride_page, ALIGN // WORD)
+    o_slot = tl.multiple_of(slot * stride_slot + (first_layer + i_layer) * num_words, ALIGN // WORD)
     o_word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    m_word = o_word < layer_bytes // WORD
+    m_word = o_word < num_words // (ALIGN // WORD) * (ALIGN // WORD)
+    p_page = p_pages + o_page + o_word
+    p_slot = p_slots + o_slot + o_word
     if TO_SLOTS:
-        tl.store(p_slot + o_word, tl.load(p_page + o_word, mask=m_word), mask=m_word)
+        tl.store(p_slot, tl.load(p_page, mask=m_word), mask=m_word)
     else:
-        tl.store(p_page + o_word, tl.load(p_slot + o_word, mask=m_word), mask=m_word)
+        tl.store(p_page, tl.load(p_slot, mask=m_word), mask=m_word)

@@ -3,14 +3,12 @@
 Letters as in `README.md`: `b_` a loaded block, `o_` offsets, `m_` a mask. Sizes in capitals are constexpr.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def narrow(b_x: Any, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) -> Any:
+def narrow(b_x: tl.tensor, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) -> tl.tensor:
     """`b_x`, float32, rounded to nearest even in `dtype`.
 
     The interpreter truncates to bfloat16 whatever rounding is asked for, so there the rounding is done on the bits
@@ -25,9 +23,10 @@ def narrow(b_x: Any, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) -> Any
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def attend_block(
-    b_q: Any, b_k: Any, b_v: Any, m_s: Any, b_max: Any, b_sum: Any, b_acc: Any, scale_log2: Any,
+    b_q: tl.tensor, b_k: tl.tensor, b_v: tl.tensor, m_s: tl.tensor, b_max: tl.tensor, b_sum: tl.tensor,
+    b_acc: tl.tensor, scale_log2: tl.tensor,
     EMULATE_BFLOAT16: tl.constexpr,
-) -> Any:
+) -> tl.tuple:
     """Attend rows `b_q` [BM, BD] to one block of keys `b_k` [BD, BN] and values `b_v` [BN, BD]: one step of online
     softmax.
 
@@ -57,10 +56,11 @@ def attend_block(
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def attend_pages(
-    b_q: Any, p_table: Any, p_pages: Any, start: Any, end: Any, b_max: Any, b_sum: Any, b_acc: Any,
-    stride_slot: Any, stride_plane: Any, stride_token: Any, scale_log2: Any,
+    b_q: tl.tensor, p_table: tl.tensor, p_pages: tl.tensor, start: tl.tensor, end: tl.tensor, b_max: tl.tensor,
+    b_sum: tl.tensor, b_acc: tl.tensor,
+    stride_slot: tl.tensor, stride_plane: tl.tensor, stride_token: tl.tensor, scale_log2: tl.tensor,
     D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr,
-) -> Any:
+) -> tl.tuple:
     """Attend rows `b_q` to the tokens `start` to `end` (exclusive) of one sequence's pages, for one key/value head.
 
     `p_table` points to the sequence's row of the block table, `p_pages` to the head's first element in slot 0. A
@@ -87,7 +87,7 @@ def attend_pages(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def finish(b_max: Any, b_sum: Any, b_acc: Any) -> Any:
+def finish(b_max: tl.tensor, b_sum: tl.tensor, b_acc: tl.tensor) -> tl.tuple:
     """Output [BM, BD] and natural-log LSE [BM] of a state, both float32; 0 and -inf for a row that saw no key."""
     b_empty = b_sum == 0.0
     b_sum = tl.where(b_empty, 1.0, b_sum)

@@ -5,8 +5,6 @@ With output `o_i` and natural-log LSE `s_i` of part `i`, the state over all part
 its output holds is not looked at.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -57,7 +55,7 @@ def merge_states(
             p_lse=merged.lse,
             n=n,
             num_rows=num_rows,
-            HQ=num_heads,
+            num_heads=num_heads,
             stride_n=outputs.stride(0),
             stride_t=outputs.stride(1),
             stride_h=outputs.stride(2),
@@ -92,16 +90,17 @@ def merge_variant(head_dim: int) -> Variant:
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _merge_states_kernel(
-    p_outputs: Any, p_lses: Any, p_output: Any, p_lse: Any, n: Any, num_rows: Any, HQ: Any,
-    stride_n: Any, stride_t: Any, stride_h: Any, stride_ln: Any, stride_lt: Any,
-    stride_ot: Any, stride_oh: Any, stride_olt: Any,
+    p_outputs: tl.tensor, p_lses: tl.tensor, p_output: tl.tensor, p_lse: tl.tensor, n: tl.tensor, num_rows: tl.tensor,
+    num_heads: tl.tensor,
+    stride_n: tl.tensor, stride_t: tl.tensor, stride_h: tl.tensor, stride_ln: tl.tensor, stride_lt: tl.tensor,
+    stride_ot: tl.tensor, stride_oh: tl.tensor, stride_olt: tl.tensor,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr,
 ) -> None:
     # One program merges BR rows; a row is one head of one token.
     o_row = tl.program_id(0) * BR + tl.arange(0, BR)
     m_row = o_row < num_rows
-    o_t = (o_row // HQ).to(tl.int64)
-    o_h = o_row % HQ
+    o_t = (o_row // num_heads).to(tl.int64)
+    o_h = o_row % num_heads
     o_d = tl.arange(0, BD)
     m_d = o_d < D
 

@@ -1,0 +1,330 @@
+"""Compile the kernels for GPUs that are not there, and print what each form of them needs.
+
+    python -m hicache.kernels.compile_report                      # everything, for sm_80, sm_90 and sm_100
+    python -m hicache.kernels.compile_report --pairwise           # every pair of kernel, dtype, head size, page size
+    python -m hicache.kernels.compile_report --kernel decode --dtype bfloat16 --arch 90
+
+The compiler needs no device. For each form the table shows registers a thread, shared memory a program, and bytes
+spilled to local memory. Exit status 1 if a form does not compile, needs more shared memory than the GPU has, or spills
+on sm_90; 2 for bad usage, `TRITON_INTERPRET=1` included: a process that interprets cannot compile.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any, Final
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hicache.kernels import decode, extend, gather, launch, merge
+from hicache.kernels.launch import Variant
+
+DTYPES: Final = {
+    "float16": (torch.float16, "*fp16"),
+    "bfloat16": (torch.bfloat16, "*bf16"),
+    "float32": (torch.float32, "*fp32"),
+}
+HEAD_DIMS: Final = (64, 96, 128)
+PAGE_SIZES: Final = (1, 16, 64)
+GROUP: Final = 4
+"""Query heads a key/value head: the commonest; the registers needed hardly depend on it."""
+SHARED_BYTES_MAX: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Shared memory that one program may have, by compute capability: CUDA C++ programming guide, feature tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel in one form."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the compiler made of a case."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    page_size: int
+    arch: int
+    """Compute capability, 80 for sm_80."""
+    error: str | None
+    """What the compiler said instead; None if it compiled. The figures are then 0."""
+    registers: int
+    """Registers a thread."""
+    shared_bytes: int
+    """Shared memory a program."""
+    spill_bytes: int
+    """Bytes of registers stored to and loaded from local memory, counted in the code, not in time."""
+    cubin_bytes: int
+    vector_bits: int
+    """Width of the widest load or asynchronous copy from global memory, of one thread."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why this row fails the report, or None."""
+        if self.error is not None:
+            return "does not compile"
+        if self.shared_bytes > SHARED_BYTES_MAX[self.arch]:
+            return f"needs more than the {SHARED_BYTES_MAX[self.arch]} bytes of shared memory there are"
+        if self.spill_bytes and self.arch == 90:
+            return "spills"
+        return None
+
+
+def _decode(case: Case) -> tuple[Any, Variant, dict[str, str]]:
+    dtype, pointer = DTYPES[case.dtype]
+    variant = decode.decode_variant(dtype, case.head_dim, case.page_size, GROUP)
+    types = {"p_query": pointer, "p_pages": pointer, "p_tables": "*i32", "p_lens": "*i32"}
+    return decode._paged_decode_kernel, variant, {**types, "p_output": "*fp32", "p_lse": "*fp32"}
+
+
+def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True) -> tuple[Any, Variant, dict[str, str]]:
+    dtype, pointer = DTYPES[case.dtype]
+    variant = extend.extend_variant(
+        dtype, case.head_dim, case.page_size, GROUP, has_prefix=has_prefix, has_new=has_new
+    )
+    types = {"p_query": pointer, "p_indptr": "*i32", "p_output": pointer, "p_lse": "*fp32"}
+    if has_prefix:
+        types |= {"p_pages": pointer, "p_tables": "*i32", "p_prefix_lens": "*i32"}
+    if has_new:
+        types |= {"p_key": pointer, "p_value": pointer}
+    return extend._paged_extend_kernel, variant, types
+
+
+def _merge(case: Case) -> tuple[Any, Variant, dict[str, str]]:
+    pointer = DTYPES[case.dtype][1]
+    types = {"p_outputs": "*fp32", "p_lses": "*fp32", "p_output": pointer, "p_lse": "*fp32"}
+    return merge._merge_states_kernel, merge.merge_variant(case.head_dim), types
+
+
+def _gather(case: Case, *, to_slots: bool) -> tuple[Any, Variant, dict[str, str]]:
+    layer_bytes = 2 * case.page_size * case.head_dim * DTYPES[case.dtype][0].itemsize
+    variant = gather.gather_variant(16, layer_bytes)
+    variant = Variant({**variant.constants, "TO_SLOTS": to_slots}, variant.num_warps, variant.num_stages)
+    types = {"p_pages": "*i32", "p_offsets": "*i64", "p_page_ids": "*i32", "p_slots": "*i32", "p_slot_ids": "*i32"}
+    return gather._gather_pages_kernel, variant, types
+
+
+KERNELS: Final[dict[str, Callable[[Case], tuple[Any, Variant, dict[str, str]]]]] = {
+    "decode": _decode,
+    "extend": _extend,
+    "extend-prefix": lambda case: _extend(case, has_new=False),
+    "extend-new": lambda case: _extend(case, has_prefix=False),
+    "merge": _merge,
+    "gather": lambda case: _gather(case, to_slots=True),
+    "scatter": lambda case: _gather(case, to_slots=False),
+}
+"""Each kernel as the wrappers launch it: function, form, and types of its pointers; those left out are None."""
+
+_UNALIGNED: Final = {"stride_tb", "stride_ls", "stride_lb", "stride_lt", "stride_ln", "stride_olt"}
+"""Strides of tensors without a head dimension, no multiples of 16. All others are, as the launcher will find out."""
+
+
+def source_of(case: Case) -> tuple[ASTSource, Variant]:
+    """What the compiler is given for a case: as a launch would, with what it finds out about pointers and strides.
+
+    Without the divisibility of pointers and strides the same kernel loads element by element, and spills.
+    """
+    function, variant, pointers = KERNELS[case.kernel](case)
+    constants: dict[str, Any] = {**variant.constants, "EMULATE_BFLOAT16": False}
+    signature: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr or (name.startswith("p_") and name not in pointers):
+            signature[name], values[name] = "constexpr", constants.get(name)
+        elif name.startswith("p_"):
+            signature[name], attributes[(i,)] = pointers[name], [["tt.divisibility", 16]]
+        elif name.startswith("scale"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.startswith("stride_") and name not in _UNALIGNED:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(function, signature, values, attributes), variant
+
+
+def compile_case(case: Case, arch: int) -> Row:
+    """Compile one case for one GPU. What the compiler refuses is in the row, not raised."""
+    source, variant = source_of(case)
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options(variant))
+        cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+        registers, stack = _usage(cubin)
+        spills = _spills(ptx, arch) if stack else 0
+    except Exception as error:  # the compiler raises whatever its passes raise; the report shows it and goes on
+        message = f"{type(error).__name__}: {error}"
+        return Row(
+            **asdict(case), arch=arch, error=message,
+            registers=0, shared_bytes=0, spill_bytes=0, cubin_bytes=0, vector_bits=0,
+        )
+    return Row(
+        **asdict(case),
+        arch=arch,
+        error=None,
+        registers=registers,
+        shared_bytes=compiled.metadata.shared,
+        spill_bytes=spills,
+        cubin_bytes=len(cubin),
+        vector_bits=_vector_bits(ptx),
+    )
+
+
+def all_cases(
+    kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], page_sizes: Iterable[int]
+) -> list[Case]:
+    """The product of the four, each distinct form once: page size means nothing to merge, for example."""
+    forms: dict[object, Case] = {}
+    for case in itertools.starmap(Case, itertools.product(kernels, dtypes, head_dims, page_sizes)):
+        function, variant, pointers = KERNELS[case.kernel](case)
+        form = (function.__name__, tuple(variant.constants.items()), tuple(pointers.items()))
+        forms.setdefault(form, case)
+    return list(forms.values())
+
+
+def pairwise_cover(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases, in which every two values that meet in some case (a kernel and a dtype, say) still meet.
+
+    Greedy: always the first case with the most pairs that are still missing.
+    """
+
+    def pairs(case: Case) -> set[object]:
+        return set(itertools.combinations(sorted(asdict(case).items()), 2))
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+_COLUMNS: Final = "{:<14} {:<9} {:>4} {:>4} {:>6} {:>4} {:>7} {:>6} {:>4}"
+HEADER: Final = _COLUMNS.format("kernel", "dtype", "head", "page", "arch", "regs", "shared", "spill", "load")
+
+
+def line(row: Row) -> str:
+    """The row as a line under `HEADER`."""
+    text = _COLUMNS.format(
+        row.kernel, row.dtype, row.head_dim, row.page_size, f"sm_{row.arch}",
+        row.registers, row.shared_bytes, row.spill_bytes, row.vector_bits,
+    )
+    if row.problem is not None:
+        text += f"  {row.problem}"
+    if row.error is not None:
+        text += f": {' '.join(row.error.split())[:200]}"
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hicache.kernels.compile_report", description=(__doc__ or "").split("\n")[0]
+    )
+    only: dict[str, Any] = {"action": "append", "help": "only this one (repeatable)"}
+    parser.add_argument("--kernel", choices=KERNELS, **only)
+    parser.add_argument("--dtype", choices=DTYPES, **only)
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, **only)
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, **only)
+    parser.add_argument("--arch", type=int, choices=SHARED_BYTES_MAX, **only)
+    parser.add_argument("--pairwise", action="store_true", help="a cover of all pairs instead of the full product")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"argument --jobs: {options.jobs} is below 1")
+    if launch.INTERPRETED:
+        parser.error("TRITON_INTERPRET=1 is set: a process that interprets kernels cannot compile them")
+
+    cases = all_cases(
+        options.kernel or KERNELS,
+        options.dtype or DTYPES,
+        options.head_dim or HEAD_DIMS,
+        options.page_size or PAGE_SIZES,
+    )
+    if options.pairwise:
+        cases = pairwise_cover(cases)
+    work = list(itertools.product(cases, options.arch or SHARED_BYTES_MAX))
+    print(f"Triton {triton.__version__}, {GROUP} query heads a key/value head; registers a thread, bytes of shared")
+    print("memory and of spills, bits of the widest load of a thread")
+    print(HEADER)
+    rows = []
+    for row in _compile_all(work, options.jobs):
+        rows.append(row)
+        print(line(row), flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"triton": triton.__version__, "rows": [asdict(row) for row in rows]}, file, indent=1)
+    failing = [row for row in rows if row.problem]
+    print(f"{len(rows)} forms, {len(failing)} failing")
+    return 1 if failing else 0
+
+
+def _compile_all(work: Sequence[tuple[Case, int]], jobs: int) -> Iterator[Row]:
+    """Compile in up to `jobs` processes; rows in the order of `work`, each once it and those before it are done."""
+    if jobs == 1:
+        yield from itertools.starmap(compile_case, work)
+        return
+    with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(compile_case, *zip(*work, strict=True), chunksize=3)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of stack a thread: above 0 if anything was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = _run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name])
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise ValueError(f"cuobjdump says nothing of registers: {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _spills(ptx: str, arch: int) -> int:
+    """Bytes of spill stores and loads, as the assembler reports them."""
+    # The assembler for Blackwell serves Hopper too; the plain one refuses the PTX version that Triton writes for both.
+    assembler = triton.knobs.nvidia.ptxas if arch < 90 else triton.knobs.nvidia.ptxas_blackwell
+    target = f"sm_{arch}" + ("a" if arch >= 90 else "")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        text = _run([assembler.path, "-v", f"--gpu-name={target}", file.name, "-o", os.devnull])
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill", text))
+
+
+def _vector_bits(ptx: str) -> int:
+    """Width of the widest load or asynchronous copy from global memory."""
+    widths = [32 * int(n or 1) for n in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b32", ptx)]
+    widths += [8 * int(n, 0) for n in re.findall(r"cp\.async\.\S*\.global [^;]*\], (0x[0-9a-f]+|\d+)", ptx)]
+    return max(widths, default=0)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{os.path.basename(command[0])} failed: {done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())
