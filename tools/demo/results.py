@@ -218,13 +218,13 @@ def _finite(value: float | None) -> float | None:
 
 
 def choose_comparisons(requests: Sequence[RequestResult], at_least: int, each: int) -> list[int]:
-    """Numbers of the requests to compare with plain generation: every oversized one, `each` of every way of being
-    served as far as there are so many, then the earliest others until there are `at_least`. In ascending order."""
+    """Numbers of the requests to compare with plain generation: every oversized one, `each` that every tier served and
+    one that none did, as far as there are so many, then the earliest others until there are `at_least`. Ascending."""
     chosen = [request.number for request in requests if request.oversized]
-    for served_by in (*TIERS, RECOMPUTE):
+    for served_by, wanted in (*((tier, each) for tier in TIERS), (RECOMPUTE, 1)):
         alike = [request.number for request in requests if request.served_by == served_by and not request.oversized]
         # The last ones: by then the pages have been through the most.
-        chosen += alike[-each:]
+        chosen += alike[-wanted:]
     rest = [request.number for request in requests if request.number not in chosen]
     chosen += rest[: max(at_least - len(chosen), 0)]
     return sorted(set(chosen))
