@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hicache.service.compose import HiCache
 
 DEFAULT_CHUNK_SIZE: Final = 512
-"""Tokens of one forward pass in a prefill: the fastest on two cores, and small beside any useful device budget."""
+"""Tokens of one forward pass in a prefill. On two cores a prompt of 2,000 tokens then takes 4 to 8 % more than in one
+pass (13 % in passes of 256), while its new pages need a quarter of the room on the device."""
 
 _attached: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 
