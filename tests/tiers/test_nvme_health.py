@@ -7,18 +7,21 @@ import pytest
 
 from hicache.clock import Clock, ManualClock
 from hicache.errors import TierUnavailable
-from hicache.tier import Outcome
+from hicache.tier import Outcome, PageWrite
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.health import ERRORS_TO_DOWN, PROBE_INTERVAL_S, Health, Kind
+from hicache.tiers.nvme.io import aligned_buffer
 from hicache.tiers.nvme.store import HUNG_AFTER_S
 from tests.stamps import identity_chain
-from tests.tiers.contract import expect_miss, expect_page, run, store
+from tests.tiers.contract import expect_miss, expect_page, page_data, run, store
 from tests.tiers.faulty_files import Fault, FaultyFiles, HeldFiles
 from tests.tiers.nvme import (
     DATA_CALLS,
     SMALL,
     data_faults,
     place_of,
+    read_raw,
+    shape_of,
     small_tier,
     write_all,
 )
@@ -167,6 +170,29 @@ def test_a_probe_believes_only_what_comes_back(fault: Fault, name: str) -> None:
             clock.advance(PROBE_INTERVAL_S)
             await health.probe(tier)
             assert tier.down is None
+
+    run(main())
+
+
+def test_a_probe_leaves_nothing_behind_for_the_next_page() -> None:
+    """A probe and the last block of an odd page use the same memory of one thread."""
+    clock = ManualClock()
+
+    async def main() -> None:
+        shape = shape_of(10_000)
+        async with small_tier(shape, 1, clock=clock, health=WatchedHealth, write_lanes=1) as tier:
+            health = tier._health
+            assert isinstance(health, WatchedHealth)
+            for _ in range(ERRORS_TO_DOWN):
+                health.failed(Kind.READ, OSError(5, "Input/output error"))
+            clock.advance(PROBE_INTERVAL_S)
+            await health.probe(tier)
+            [identity] = identity_chain(1)
+            data = aligned_buffer(3 * 4096)[:10_000]
+            data[:] = page_data(identity, 10_000)
+            tier.allocate(1)
+            assert await tier.write([PageWrite(0, 0, identity, data)]) == [Outcome.OK]
+            assert read_raw(tier, 0, 4096 + 10_000, 3 * 4096 - 10_000) == bytes(3 * 4096 - 10_000)
 
     run(main())
 
