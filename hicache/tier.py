@@ -1,8 +1,8 @@
 """The contract of a tier: where the bytes of pages live. `hicache/` owns it, `tiers/` implements it.
 
-A tier is a pool of equal **slots**, each of which holds one page, page-first (`hicache.layout`). Which page a slot holds
-is the tree's knowledge; a tier knows slots, their generations, and how to copy a page in and out. Every tier passes the one
-test class `tests/tiers/contract.py`.
+A tier is a pool of equal **slots**, each of which holds one page, page-first (`hicache.layout`). Which page a slot
+holds is the tree's knowledge; a tier knows slots, their generations, and how to copy a page in and out. Every tier
+passes the one test class `tests/tiers/contract.py`.
 
 Who calls what, and where it waits:
 
@@ -158,7 +158,8 @@ class SupportsView(Protocol):
     """A tier whose slots are addressable memory of this process: the host arena."""
 
     def view(self, slot: int) -> memoryview:
-        """The slot's bytes, writable, `page_bytes` long. Valid until the tier closes; what it holds follows the slot."""
+        """The slot's bytes, writable, `page_bytes` long. Valid until the tier closes; what it holds follows the
+        slot."""
         ...
 
     def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
@@ -169,7 +170,8 @@ class SupportsView(Protocol):
 
 @runtime_checkable
 class SupportsDeclare(Protocol):
-    """A tier whose slots can be filled in place, beside `write`: by attention on the device, through a view on the host."""
+    """A tier whose slots can be filled in place, beside `write`: by attention on the device, through a view on the
+    host."""
 
     def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
         """The slot now holds that page, whole: from here on `read` gives it out under that identity.
