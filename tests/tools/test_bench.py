@@ -1,0 +1,61 @@
+"""`hicache bench`: every row it promises is there, in the form that others read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hicache.tools.bench.results import Baseline, Row, line
+from hicache.tools.cli import main
+from hicache.tools.terminal import Style
+
+TREE_ROWS = {
+    "match_4k_p64", "insert_4k_p64", "match_128k_p64", "insert_128k_p64", "match_128k_200_nodes_p16",
+    "match_short_100k_p64", "insert_short_100k_p64", "partial_miss_100k_siblings", "victim_100k", "bytes_per_node",
+    "match_128k_after_probes", "match_128k_after_2000_inserts", "match_1m_vs_1k", "array_equal_131k", "gc_pause_1m",
+}  # fmt: skip
+
+
+def test_bench_tree_measures_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "tree.json"
+    assert main(["bench", "tree", "--scale", "200", "--json", str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert found["bench"] == "tree"
+    assert {"cpu", "cores", "memory_bytes", "kernel", "python"} <= set(found["machine"])
+    rows = {row["name"]: row for row in found["rows"]}
+    assert set(rows) >= TREE_ROWS
+    for row in rows.values():
+        assert set(row) == {"name", "value", "unit", "baseline", "ratio", "bound", "goal", "ok"}
+        assert row["value"] > 0
+    assert rows["array_equal_131k"]["baseline"]["name"] == "numpy.array_equal"
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rows)
+
+
+def test_a_row_is_judged_by_its_value_or_by_its_ratio() -> None:
+    assert Row("a", 3.0, "µs", None, None, 4.0).ok is True
+    assert Row("a", 5.0, "µs", None, None, 4.0).ok is False
+    assert Row("a", 5.0, "µs").ok is None
+    slower = Row("a", 30.0, "µs", Baseline("plain", 10.0), None, 2.0, goal_is_ratio=True)
+    assert slower.ratio == 3.0
+    assert slower.ok is False
+    raw = Baseline("raw", 1.0)
+    assert Row("a", 0.96, "GB/s", raw, None, 0.95, goal_is_ratio=True, higher_is_better=True).ok is True
+    assert "MISSED" in line(slower, Style())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["bench"], "NAME"),
+        (["bench", "nothing"], "unknown bench"),
+        (["bench", "tree", "--scale", "0"], "--scale"),
+        (["bench", "tree", "--json", "/nowhere/at/all.json"], "--json"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert problem in printed.err
+    assert printed.err.count("\n") == 1
