@@ -17,7 +17,15 @@ from typing import Final, Protocol
 import torch
 
 from hicache.kernels import launch
-from hicache.kernels.checks import PageShape, check_group, check_page_ids, check_pages, check_query, check_tensor
+from hicache.kernels.checks import (
+    FLOAT_DTYPES,
+    PageShape,
+    check_group,
+    check_page_ids,
+    check_pages,
+    check_query,
+    check_tensor,
+)
 from hicache.kernels.decode import paged_decode
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.extend import paged_extend
@@ -33,7 +41,6 @@ _FOLD_TOKENS_MAX: Final = 64
 Beyond, there are rows enough, and rearranging them costs more than it gains."""
 _STATES_MAX: Final = 8
 """States that are collected on the GPU before they are merged."""
-_CPU_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -71,24 +78,26 @@ def attend(
 ) -> AttentionState:
     """Attend `T` new tokens of one sequence to everything in `parts`, and to the new tokens up to themselves.
 
-    query [T, HQ, D], on the device that does the work; key, value [T, H, D], those of the new tokens, there too; HQ a
-    multiple of H, D contiguous. float16, bfloat16 or float32 (on the CPU float64 too), the same in all parts. `scale`
-    multiplies the scores. Parts may be empty and on any device: those elsewhere than the query are gathered into a
-    buffer beside it first, at most `SCRATCH_BYTES` at a time. They are asked for one by one, never with T = 0.
+    query [T, HQ, D], on the device that does the work; key, value [T, H, D], those of the new tokens, there too, or
+    [0, H, D] if the queries are to see the parts only; HQ a multiple of H, D contiguous. float16, bfloat16 or float32
+    (on the torch path float64 too), the same in all parts. `scale` multiplies the scores. Parts may be empty and on any
+    device: those elsewhere than the query are gathered into a buffer beside it first, at most `SCRATCH_BYTES` at a
+    time. They are asked for one by one, and not at all with T = 0.
 
     Returns output [T, HQ, D] in the query's dtype and natural-log LSE [T, HQ], float32 (float64 for float64), new
-    tensors that alias nothing. On CUDA the work is queued on the current stream. Partial results are kept and merged
-    in float32. `path` is chosen by the query's device if None. Callable from several threads. Raises `BadArgument`, in
-    the middle of the parts if one of them does not fit.
+    tensors that alias nothing; 0 and -inf where there was no key at all. Partial results are kept and merged in
+    float32. On CUDA the work is queued on the current stream. `path` is chosen by the query's device if None. Callable
+    from several threads. Raises `BadArgument`, in the middle of the parts if one of them does not fit.
     """
-    check_query(query, _CPU_DTYPES)
     path = launch.choose_path("query", query.device, path)
+    check_query(query, FLOAT_DTYPES if path is Path.TRITON else (*FLOAT_DTYPES, torch.float64))
     num_tokens, _, head_dim = query.shape
-    check_tensor("key", key, (num_tokens, None, head_dim), dtype=query.dtype, device=query.device)
+    num_new = 0 if key.shape[:1] == (0,) else num_tokens
+    check_tensor("key", key, (num_new, None, head_dim), dtype=query.dtype, device=query.device)
     check_group("key", key.shape[1], query)
     check_tensor("value", value, tuple(key.shape), dtype=query.dtype, device=query.device)
     if num_tokens == 0:
-        return AttentionState(torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_state_dtype(query)))
+        return _no_keys(query, query.dtype)
     fitting = _checked(parts, query, key.shape[1])
     if path is Path.TRITON:
         return _attend_triton(query, fitting, key, value, scale)
@@ -118,6 +127,12 @@ def _state_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
+def _no_keys(query: torch.Tensor, dtype: torch.dtype) -> AttentionState:
+    """The state over no keys, its output in `dtype`."""
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=_state_dtype(query))
+    return AttentionState(query.new_zeros(query.shape, dtype=dtype), lse)
+
+
 # The torch path.
 
 
@@ -144,24 +159,19 @@ _scratch = _Scratch()
 class _Running:
     """The attention state over the keys seen so far, of [T, HQ, D] queries."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._state: AttentionState | None = None
+    def __init__(self) -> None:
+        self.state: AttentionState | None = None
+        """Output and LSE so far; None as long as there was no key."""
 
     def add(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge in the state over further keys, at least one for every query. Takes the tensors over."""
-        output = output.to(self._dtype)
-        if self._state is None:
-            self._state = AttentionState(output, lse)
+        if self.state is None:
+            self.state = AttentionState(output, lse)
             return
         # exp(s2 - log(exp(s1) + exp(s2))) is a sigmoid, and the two weights add up to one.
-        weight = torch.sigmoid(lse - self._state.lse)
-        self._state.output.lerp_(output, weight.unsqueeze(-1))
-        torch.logaddexp(self._state.lse, lse, out=self._state.lse)
-
-    def result(self, dtype: torch.dtype) -> AttentionState:
-        assert self._state is not None, "every query sees at least its own token"
-        return AttentionState(self._state.output.to(dtype).contiguous(), self._state.lse.contiguous())
+        weight = torch.sigmoid(lse - self.state.lse)
+        self.state.output.lerp_(output, weight.unsqueeze(-1))
+        torch.logaddexp(self.state.lse, lse, out=self.state.lse)
 
 
 def _attend_torch(
@@ -171,9 +181,13 @@ def _attend_torch(
     value: torch.Tensor,
     scale: float,
 ) -> AttentionState:
+    # Half precision is widened first: states would otherwise be rounded once a part, and torch's fused attention is no
+    # faster with bfloat16 than with float32, and slower with float16.
+    dtype = query.dtype
+    query, key, value = (tensor.to(_state_dtype(query)) for tensor in (query, key, value))
     num_tokens, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    running = _Running(_state_dtype(query))
+    running = _Running()
     folded = _fold(query, num_kv_heads) if num_tokens <= _FOLD_TOKENS_MAX else None
     buffer = torch.empty(0)
     filled = 0
@@ -209,7 +223,7 @@ def _attend_torch(
                 _gather(part.pages[:, plane], ids, target.view(ids.shape[0], *shape[1:]))
             filled += count
             left -= count
-    if num_tokens == 1:
+    if num_tokens == len(key) == 1:
         # A single new token is one more key that every query sees: cheaper than a state of its own.
         if buffer.dim() == 1:
             buffer = _scratch.take(query.dtype, num_kv_heads, head_dim, 1)
@@ -220,15 +234,19 @@ def _attend_torch(
         flush()
     else:
         flush()
-        output, lse = _flash(query.transpose(0, 1), key, value, scale, is_causal=True)
-        running.add(output.transpose(0, 1), lse.transpose(0, 1))
-    return running.result(query.dtype)
+        if len(key):
+            output, lse = _flash(query.transpose(0, 1), key, value, scale, is_causal=True)
+            running.add(output.transpose(0, 1), lse.transpose(0, 1))
+    if running.state is None:
+        return _no_keys(query, dtype)
+    return AttentionState(running.state.output.to(dtype).contiguous(), running.state.lse.contiguous())
 
 
 def _gather(pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> None:
-    """`target[i] = pages[ids[i]]`; pages [num_slots, ...], ids on any device, target contiguous on the CPU."""
+    """`target[i] = pages[ids[i]]`; pages [num_slots, ...], ids on any device, target contiguous on the CPU, of the same
+    dtype or a wider one."""
     ids = ids.to(pages.device)
-    if pages.device == target.device:
+    if pages.device == target.device and pages.dtype == target.dtype:
         torch.index_select(pages, 0, ids, out=target)
     else:
         target.copy_(pages.index_select(0, ids))
@@ -276,6 +294,7 @@ class _Stack:
         self._outputs = query.new_empty((_STATES_MAX, *query.shape), dtype=torch.float32)
         self._lses = query.new_empty((_STATES_MAX, *query.shape[:2]), dtype=torch.float32)
         self._used = 0
+        self._query = query
 
     def push(self) -> AttentionState:
         """Room for one more state, to be filled before the next call."""
@@ -288,6 +307,8 @@ class _Stack:
 
     def result(self, dtype: torch.dtype) -> AttentionState:
         """The state over all keys, its output in `dtype`."""
+        if not self._used:
+            return _no_keys(self._query, dtype)
         return merge_states(self._outputs[: self._used], self._lses[: self._used], dtype=dtype)
 
 
@@ -313,8 +334,9 @@ def _attend_triton(
                     query, indptr, scale=scale, pages=local.pages, block_tables=tables, prefix_lens=lengths,
                     output=output, lse=lse,
                 )
-    output, lse = stack.push()
-    paged_extend(query, indptr, scale=scale, key=key, value=value, output=output, lse=lse)
+    if len(key):
+        output, lse = stack.push()
+        paged_extend(query, indptr, scale=scale, key=key, value=value, output=output, lse=lse)
     return stack.result(query.dtype)
 
 

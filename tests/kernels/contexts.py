@@ -1,0 +1,118 @@
+"""Contexts whose keys are scattered over several memories, as the tiers of a running sequence are, and their truth.
+
+What is not a token of the context is NaN: other slots, the rest of last pages, gaps between pages. Whatever reads it shows.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+import torch
+
+from hicache.kernels.attend import PagedPart
+from hicache.kernels.state import AttentionState, attention_reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GROUPS = (1, 3, 4, 8)
+HEAD_DIMS = (64, 96, 128)
+
+
+class Memory(Enum):
+    """How one layer of pages [num_slots, 2, page_size, H, D] lies in memory."""
+
+    LAYER_FIRST = "layer-first"
+    """Contiguous: a device pool."""
+    PAGE_FIRST = "page-first"
+    """One layer of an arena: other layers lie between its slots."""
+    HEADS_FIRST = "heads-first"
+    """Heads outside of tokens, and a gap between planes."""
+
+
+def empty_pages(
+    memory: Memory, num_slots: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Pages [num_slots, 2, page_size, H, D] full of NaN, lying as `memory` says."""
+    if memory is Memory.LAYER_FIRST:
+        return torch.full((num_slots, 2, page_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    if memory is Memory.PAGE_FIRST:
+        return torch.full((num_slots, 3, 2, page_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)[:, 1]
+    pages = torch.full((num_slots, 3, num_kv_heads, page_size, head_dim), torch.nan, dtype=dtype)
+    return pages[:, :2].transpose(2, 3)
+
+
+@dataclass
+class Context:
+    """Keys and values of a context, and the parts that hold them."""
+
+    key: torch.Tensor
+    """[L, H, D], in order; likewise `value`."""
+    value: torch.Tensor
+    parts: list[PagedPart]
+
+
+def tensor(random: Random, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normally distributed numbers that depend on `random` alone."""
+    generator = torch.Generator().manual_seed(random.getrandbits(60))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def scatter_context(
+    random: Random, num_tokens: int, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page_sizes: tuple[int, ...]
+) -> Context:
+    """A context of `num_tokens` random keys, cut at random into parts, some of them empty, over one to four memories."""
+    key = tensor(random, num_tokens, num_kv_heads, head_dim, dtype=dtype)
+    value = tensor(random, num_tokens, num_kv_heads, head_dim, dtype=dtype)
+    cuts = sorted(random.randint(0, num_tokens) for _ in range(random.randint(0, 5)))
+    segments = list(zip([0, *cuts], [*cuts, num_tokens], strict=True))
+    memories = [(random.choice(list(Memory)), random.choice(page_sizes)) for _ in range(random.randint(1, 4))]
+    homes = [random.randrange(len(memories)) for _ in segments]
+    parts: list[PagedPart | None] = [None] * len(segments)
+    for home, (memory, page_size) in enumerate(memories):
+        mine = [i for i, at in enumerate(homes) if at == home]
+        needed = [-(-(segments[i][1] - segments[i][0]) // page_size) for i in mine]
+        num_slots = sum(needed) + random.randint(0, 3)
+        pages = empty_pages(memory, num_slots, page_size, num_kv_heads, head_dim, dtype)
+        slots = random.sample(range(num_slots), sum(needed))
+        for i, count in zip(mine, needed, strict=True):
+            table, slots = slots[:count], slots[count:]
+            start, end = segments[i]
+            for j, slot in enumerate(table):
+                begin = start + j * page_size
+                stop = min(begin + page_size, end)
+                pages[slot, 0, : stop - begin] = key[begin:stop]
+                pages[slot, 1, : stop - begin] = value[begin:stop]
+            parts[i] = PagedPart(pages, torch.tensor(table, dtype=torch.int32), end - start)
+    return Context(key, value, [part for part in parts if part is not None])
+
+
+def causal(num_prefix: int, num_new: int) -> torch.Tensor:
+    """Mask [num_new, num_prefix + num_new]: every prefix key, and new keys up to the query's own."""
+    return torch.ones(num_new, num_prefix + num_new, dtype=torch.bool).tril(num_prefix)
+
+
+def truth(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+) -> AttentionState:
+    """Attention over all keys at once, in float64."""
+    return attention_reference(query, key, value, visible, scale=scale, dtype=torch.float64)
+
+
+def plain_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """What torch itself gives for the keys held together, in the dtype of the inputs: what we are measured against."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf),
+        scale=scale,
+        enable_gqa=True,
+    )
+    return output[0].transpose(0, 1)
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the error over that of the truth; NaN if anything in `actual` is."""
+    error = actual.double() - expected.double()
+    return float(error.square().mean().sqrt() / expected.double().square().mean().sqrt().clamp_min(1e-300))
