@@ -191,6 +191,15 @@ class SupportsPageCopy(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsCounters(Protocol):
+    """A tier that counts more than its lanes see: findings of its checks, bytes that attention streamed from it."""
+
+    def counters(self) -> dict[str, int]:
+        """Counters since the tier was opened, by names of its own. Callable from any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerRead:
     """One layer of one page to copy out of a slot."""

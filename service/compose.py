@@ -371,7 +371,7 @@ class _Parts:
 
 
 async def _build(budgets: _Budgets) -> _Parts:
-    """Open the tiers, cheapest to refuse first; if one refuses, those before it are closed."""
+    """Open the tiers; if one refuses, those before it are closed."""
     layout = budgets.layout
     clock = SystemClock()
     async with AsyncExitStack() as stack:
@@ -379,17 +379,17 @@ async def _build(budgets: _Budgets) -> _Parts:
         async def opened(tier: Tier) -> None:
             stack.push_async_callback(tier.close)
 
-        nvme = None
-        if budgets.nvme_dir is not None:
-            nvme = NvmeTier.open(budgets.nvme_dir, layout=layout, capacity_bytes=budgets.nvme_bytes, clock=clock)
-            await opened(nvme)
         device = DeviceTier(layout, capacity_bytes=budgets.device_bytes, device=budgets.device)
         await opened(device)
         pinned = device.device.type == "cuda"
         host = HostTier(page_bytes=layout.page_bytes, capacity_bytes=budgets.host_bytes, pinned=pinned)
         await opened(host)
         tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
-        if nvme is not None:
+        # Last, because it alone leaves something behind: whatever else is refused, is refused before.
+        nvme = None
+        if budgets.nvme_dir is not None:
+            nvme = NvmeTier.open(budgets.nvme_dir, layout=layout, capacity_bytes=budgets.nvme_bytes, clock=clock)
+            await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(layout, tiers, clock=clock)
         stack.pop_all()

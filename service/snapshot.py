@@ -2,7 +2,7 @@
 
 `stats_of` gives
 
-    {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes"}},
+    {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes", "counters": {NAME: count}}},
      "lanes": {"host->nvme": {"pages", "bytes", "failed", "cancelled", "queued_pages", "busy_s", "bandwidth"}},
      "counters": {...}, "num_nodes", "num_leases"}
 
@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any, Final
 
 from hicache.cache import Cache
+from hicache.tier import SupportsCounters
 
 FORMAT: Final = 1
 """Version of the snapshot; raised when a reader of the old form would misread the new one."""
@@ -38,6 +39,7 @@ def stats_of(cache: Cache) -> dict[str, Any]:
             "used_pages": used_pages,
             "capacity_bytes": tier.capacity_pages * page_bytes,
             "used_bytes": used_pages * page_bytes,
+            "counters": tier.counters() if isinstance(tier, SupportsCounters) else {},
         }
     lanes = {}
     for lane in cache.lanes:

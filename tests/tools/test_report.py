@@ -123,7 +123,7 @@ def test_the_summary_tells_when_a_tier_served_nothing_or_the_disk_was_not_used()
     found = result()
     assert found.device_io is not None
     found.device_io = type(found.device_io)(1_000, 0)
-    assert "less than the NVMe lane read: the file system keeps the NVMe tier in memory" in text(
+    assert "less than was read from NVMe: the file system keeps the NVMe tier in memory" in text(
         report.summary(found, PLAIN)
     )
 

@@ -114,7 +114,7 @@ def test_the_json_form_is_the_documented_one() -> None:
     assert summary["bytes_by_lane"] == found.bytes_by_lane
     assert summary["device_io"] == {
         "read_bytes": 91_000_000, "write_bytes": 52_000_000,
-        "nvme_lane_read_bytes": 90_000_000, "nvme_lane_write_bytes": 50_000_000,
+        "nvme_lane_read_bytes": 90_000_000, "nvme_lane_write_bytes": 50_000_000, "nvme_streamed_bytes": 0,
     }  # fmt: skip
     assert summary["ok"] is False
 

@@ -15,7 +15,8 @@
                    "identical_outputs": {"equal", "near_ties", "compared", "tolerance", "max_logit_difference"},
                    "bytes_by_lane": {"device->host": bytes, ...},
                    "tiers": {tier: {"capacity_bytes", "used_bytes"}},
-                   "device_io": {"read_bytes", "write_bytes", "nvme_lane_read_bytes", "nvme_lane_write_bytes"},
+                   "device_io": {"read_bytes", "write_bytes", "nvme_lane_read_bytes", "nvme_lane_write_bytes",
+                    "nvme_streamed_bytes"},
                    "seconds": {"run", "compare"}, "seed", "ok"}}
 
 Times are seconds, sizes bytes; what does not apply is null. `ttft_ratio` is the median TTFT of recomputed prompts
@@ -121,6 +122,8 @@ class DemoResult:
     tiers: dict[str, TierUse] = field(default_factory=dict)
     device_io: ProcessIO | None = None
     """Read from and written to block devices while the requests ran."""
+    nvme_streamed_bytes: int = 0
+    """Read from the NVMe tier layer by layer, for attention in place, beside what the lanes moved."""
     run_s: float = 0.0
     compare_s: float = 0.0
 
@@ -204,6 +207,7 @@ class DemoResult:
                     "read_bytes": io.read_bytes if io else None, "write_bytes": io.write_bytes if io else None,
                     "nvme_lane_read_bytes": self.lane_bytes("nvme->host"),
                     "nvme_lane_write_bytes": self.lane_bytes("host->nvme"),
+                    "nvme_streamed_bytes": self.nvme_streamed_bytes,
                 },
                 "seconds": {"run": self.run_s, "compare": self.compare_s},
                 "seed": self.seed,

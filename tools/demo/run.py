@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +16,14 @@ import torch
 from hicache import HiCache
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.service.engines.transformers import TransformersEngine, layout_of
+from hicache.tier import TierId
 from hicache.tools.demo import report
 from hicache.tools.demo.compare import GREEDY, NEAR_TIE, Answer, compare, plain_answer
 from hicache.tools.demo.model import load_model, quiet_transformers
 from hicache.tools.demo.options import DemoOptions
 from hicache.tools.demo.plan import Plan, make_plan
 from hicache.tools.demo.process_io import ProcessIO
-from hicache.tools.demo.results import DemoResult, RequestResult, TierUse, choose_comparisons
+from hicache.tools.demo.results import TIERS, DemoResult, RequestResult, TierUse, choose_comparisons
 from hicache.tools.demo.screen import Bar, Screen
 from hicache.tools.demo.sources import Sources
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
@@ -122,7 +123,7 @@ def _answer(plan: Plan, engine: TransformersEngine, number: int, bar: Bar) -> tu
     began = time.perf_counter()
     with engine.request(tokens, timeout_s=REQUEST_TIMEOUT_S) as request:
         generation = request.generate(plan.options.max_new_tokens, progress=prefilling, output_logits=True, **GREEDY)
-        found = {str(tier): int(count) for tier, count in request.cached_by_tier.items()}
+        found = _still_found(request.cached_by_tier, request.num_lost)
     total_s = time.perf_counter() - began
     assert generation.logits is not None
     answered = RequestResult(
@@ -131,6 +132,16 @@ def _answer(plan: Plan, engine: TransformersEngine, number: int, bar: Bar) -> tu
         answer_tokens=tuple(generation.tokens), oversized=ask.oversized,
     )  # fmt: skip
     return answered, Answer(tuple(generation.tokens), generation.logits.float().cpu())
+
+
+def _still_found(by_tier: Mapping[TierId, int], num_lost: int) -> dict[str, int]:
+    """Tokens by where they were found, without those that turned out damaged: NVMe's first, where pages are verified."""
+    found: dict[str, int] = {}
+    for tier, count in sorted(by_tier.items(), key=lambda each: TIERS.index(each[0]), reverse=True):
+        lost = min(count, num_lost)
+        num_lost -= lost
+        found[str(tier)] = count - lost
+    return found
 
 
 def _compare(plan: Plan, model: Any, answers: dict[int, Answer], result: DemoResult, screen: Screen) -> None:
@@ -150,6 +161,7 @@ def _compare(plan: Plan, model: Any, answers: dict[int, Answer], result: DemoRes
 
 def _take_stats(stats: dict[str, Any], result: DemoResult) -> None:
     result.bytes_by_lane = {lane: int(values["bytes"]) for lane, values in stats["lanes"].items()}
+    result.nvme_streamed_bytes = int(stats["tiers"]["nvme"]["counters"].get("read_layer.bytes", 0))
     result.tiers = {
         tier: TierUse(int(values["capacity_bytes"]), int(values["used_bytes"]))
         for tier, values in stats["tiers"].items()

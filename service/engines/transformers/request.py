@@ -15,7 +15,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from hicache.errors import BadRequest, Closed, CorruptPage
+from hicache.errors import BadRequest, Closed, CorruptPage, NotResident
 from hicache.namespace import Namespace
 from hicache.service.engines.transformers.forward import ForwardPass, current
 from hicache.tier import TierId
@@ -352,7 +352,8 @@ class Request:
         for _ in range(MAX_REOPENS):
             try:
                 return run()
-            except CorruptPage as damage:
+            except (CorruptPage, NotResident) as damage:
+                # Found by this pass, or by somebody else who shares the page: either way it is gone from the cache.
                 _logger.warning("%s; recomputing from there on", damage)
                 self._sequence.close()
                 self._sequence = self.engine.cache.sequence(self._namespace, self._tokens, timeout_s=self._timeout_s)
