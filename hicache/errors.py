@@ -2,7 +2,7 @@
 
     HicacheError
     ├── BadRequest          the caller's input is wrong; nothing was touched
-    ├── NoRoom              a tier cannot give the pages asked for
+    ├── NoRoom              a tier, or the metadata budget, cannot hold the pages asked for
     ├── NotResident         the pages asked for are not (or no longer) in that tier
     ├── LeaseExpired        the lease ended, was released, or belongs to somebody else
     ├── DeadlineExceeded    a wait reached its deadline
@@ -35,12 +35,14 @@ class BadRequest(HicacheError, ValueError):
 
 
 class NoRoom(HicacheError):
-    """A tier cannot give the pages asked for. Raised by `Tier.allocate` and by the cache after evicting what it may."""
+    """A tier cannot give the pages asked for, or the tree's metadata budget cannot hold them (`tier` is then
+    "metadata", and the message gives bytes). Raised by `Tier.allocate`, by the cache after evicting what it may, and by
+    `HiRadixTree.insert`."""
 
     reason = "no_room"
 
-    def __init__(self, tier: str, *, pages_asked: int, pages_free: int) -> None:
-        super().__init__(f"{tier}: {pages_asked} pages asked, {pages_free} free")
+    def __init__(self, tier: str, *, pages_asked: int, pages_free: int, problem: str = "") -> None:
+        super().__init__(f"{tier}: {problem or f'{pages_asked} pages asked, {pages_free} free'}")
         self.tier = tier
         self.pages_asked = pages_asked
         self.pages_free = pages_free

@@ -8,7 +8,7 @@ A node is listed in a tier while all of this holds there:
 4. it can go down or need not: a slower tier exists, or another tier holds it, or it has neither leases nor children.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hicache.lease import Hold
 from hicache.node import COUNT_BITS, COUNT_MASK, TIER_MASK, Node
@@ -16,11 +16,19 @@ from hicache.policy.base import EvictionPolicy
 
 
 class Evictable:
-    """The listed nodes of every tier, each in its policy's order. `policies` are fast to slow, as the tiers are."""
+    """The listed nodes of every tier, each in its policy's order. `policies` are fast to slow, as the tiers are.
 
-    def __init__(self, policies: Sequence[EvictionPolicy]) -> None:
+    With `droppable`, an order of its own over all tiers: the nodes that may leave the tree as they are, with all their
+    copies. A node is listed there while it has no children, no leases and no holds.
+    """
+
+    def __init__(self, policies: Sequence[EvictionPolicy], droppable: EvictionPolicy | None = None) -> None:
         self.policies = tuple(policies)
+        """Of the tiers. In a node's listings, `droppable` has the bit after theirs."""
+        self.droppable = droppable
+        self._orders = self.policies if droppable is None else (*self.policies, droppable)
         self._slowest = 1 << (len(policies) - 1)
+        self._droppable = 0 if droppable is None else 1 << len(policies)
 
     def refresh(self, node: Node, now: float) -> None:
         """Bring a node's listings up to date with its states, holds, leases and children."""
@@ -29,7 +37,7 @@ class Evictable:
         if not changed:
             return
         node._listed = wanted
-        for index, policy in enumerate(self.policies):
+        for index, policy in enumerate(self._orders):
             if changed >> index & 1:
                 if wanted >> index & 1:
                     policy.add(node, now)
@@ -37,7 +45,7 @@ class Evictable:
                     policy.discard(node)
 
     def wanted(self, node: Node) -> int:
-        """Bit mask of the tiers in which the node should be listed."""
+        """Bit mask of the orders in which the node should be listed: by tier index, then `droppable`."""
         states = node._states
         wanted = states & TIER_MASK
         if not wanted or node._parent is None:
@@ -48,19 +56,21 @@ class Evictable:
             wanted &= ~hold._tiers
         if wanted & self._slowest and states & TIER_MASK == self._slowest and (node._num_leases or node._children):
             wanted &= ~self._slowest
+        if self._droppable and not (node._children or node._num_leases or node._holds):
+            wanted |= self._droppable
         return wanted
 
     def touch(self, node: Node, now: float) -> None:
-        """Tell the policies of the tiers in which the node is listed that it was used."""
+        """Tell the policies of the orders in which the node is listed that it was used."""
         listed = node._listed
-        for index, policy in enumerate(self.policies):
+        for index, policy in enumerate(self._orders):
             if listed >> index & 1:
                 policy.touch(node, now)
 
     def split(self, upper: Node, lower: Node) -> None:
         """Tell the same policies that the node was split."""
         listed = lower._listed
-        for index, policy in enumerate(self.policies):
+        for index, policy in enumerate(self._orders):
             if listed >> index & 1:
                 policy.split(upper, lower)
 
@@ -74,6 +84,11 @@ class Evictable:
                 if num_pages <= 0:
                     break
         return chosen
+
+
+    def coldest(self) -> Iterator[Node]:
+        """The droppable nodes, least recently used first; none without such an order."""
+        return iter(()) if self.droppable is None else self.droppable.victims()
 
 
 def tiers_of_children(node: Node) -> int:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache import metadata
 from hicache.evictable import is_held, tiers_of_children
 from hicache.lease import Hold, Move
 from hicache.node import TIER_MASK, Node, child_nodes, slots_of, state_of
+from hicache.policy.base import EvictionPolicy
 from hicache.residency import IN_TIER, Residency
 from hicache.tier import chain_digest
 
@@ -40,6 +42,9 @@ def check_integrity(tree: "HiRadixTree") -> None:
     _check_holds(live + gone)
     _check_leases(tree, live)
     _check_evictable(tree, live)
+    _check_metadata(tree, live, gone)
+    _check_published(tree, live)
+    _check_reports(tree, live)
 
 
 def _reachable(tree: "HiRadixTree") -> list[Node]:
@@ -88,7 +93,10 @@ def _check_residency(tree: "HiRadixTree", node: Node) -> None:
             for child in child_nodes(node)
         )
         assert node._in_tier >> 32 * index & 0xFFFFFFFF == in_tier, "9: children in a tier are miscounted"
-    assert len(node._slots) == 4 * node._num_pages * num_held, "4: a node has not one slot a page in each tier"
+    num_slots, spare = divmod(len(node._slots), 4)
+    most = node._num_pages * (2 if num_held == 1 else num_held)
+    assert node._num_pages * num_held <= num_slots <= most, "4: a node has not one slot a page in each tier"
+    assert not spare, "4: part of a slot"
     assert node._in_tier >> 32 * len(tree.tiers) == 0, "9: children are counted in a tier that does not exist"
 
 
@@ -166,7 +174,72 @@ def _check_evictable(tree: "HiRadixTree", live: list[Node]) -> None:
             )
             if index < slowest or elsewhere or not (node._num_leases or node._children):
                 expected.add(node)
-        listed = list(policy.victims())
-        assert len(listed) == len(set(listed)), "9: a victim is listed twice"
-        assert set(listed) == expected, f"9: the evictable nodes of {tree.tiers[index]} are not the listed ones"
-        assert all(bool(node._listed >> index & 1) == (node in expected) for node in live), "9: listings disagree"
+        _check_listed(policy, index, expected, live, tree.tiers[index])
+    if tree._evictable.droppable is not None:
+        expected = {node for node in live if not (node._children or node._num_leases or node._holds)}
+        _check_listed(tree._evictable.droppable, slowest + 1, expected, live, "the tree")
+        times = [node._last_access for node in tree._evictable.coldest()]
+        assert times == sorted(times), "9: what may be dropped is not in order of use"
+
+
+def _check_listed(policy: EvictionPolicy, index: int, expected: set[Node], live: list[Node], where: str) -> None:
+    listed = list(policy.victims())
+    assert len(listed) == len(set(listed)), "9: a victim is listed twice"
+    assert set(listed) == expected, f"9: the evictable nodes of {where} are not the listed ones"
+    assert all(bool(node._listed >> index & 1) == (node in expected) for node in live), "9: listings disagree"
+
+
+def _check_metadata(tree: "HiRadixTree", live: list[Node], gone: list[Node]) -> None:
+    copies = [
+        sum(state_of(node._states, index) is not Residency.ABSENT for index in range(len(tree.tiers)))
+        for node in live + gone
+    ]
+    assert tree._num_copies == sum(copies), "copies are miscounted"
+    assert tree._num_pages == sum(node._num_pages for node in live), "pages are miscounted"
+    slots = sum(tree.occupancy(tier).total for tier in tree.tiers)
+    published, reports = tree._published.publications.values(), tree._reports.by_node.values()
+    assert tree.metadata_bytes == (
+        (len(live) + len(gone)) * (metadata.NODE_BYTES + (tree.metadata_budget is not None) * metadata.ORDER_BYTES)
+        + sum(copies) * metadata.ORDER_BYTES
+        + sum(node._num_pages for node in live) * tree.page_size * 4
+        + slots * 4
+        + len(tree._roots) * metadata.ROOT_BYTES
+        + len(published) * metadata.PUBLICATION_BYTES
+        + sum(len(each.readers) for each in published) * metadata.READER_BYTES
+        + sum(map(len, reports)) * metadata.REPORT_BYTES
+    ), "the estimate of metadata is not that of its parts"
+
+
+def _check_published(tree: "HiRadixTree", live: list[Node]) -> None:
+    index = tree._published
+    covered: set[Node] = set()
+    publishers: dict[bytes, dict[Node, int]] = {}
+    for key, publication in index.publications.items():
+        assert publication.key == key, "11: a publication stands under another key"
+        assert publication in index.ends.get(publication.node, []), "11: a publication ends elsewhere"
+        path = tree.path(publication.node)
+        assert path, "11: a publication ends at a node that is gone"
+        covered.update(path)
+        of_scope = publishers.setdefault(publication.scope, {})
+        of_scope[path[0]._root] = of_scope.get(path[0]._root, 0) + 1
+    assert sum(map(len, index.ends.values())) == len(index.publications), "11: an end of no publication"
+    assert index.publishers == publishers, "11: publishers are miscounted"
+    assert {node for node in live if node.is_published} == covered, "11: what is published is not what is covered"
+    below: dict[Node, dict[bytes, Node]] = {}
+    for node in covered:
+        assert node._parent is not None
+        below.setdefault(node._parent, {})[node._key] = node
+    assert index.below == below, "11: readers do not find what is published"
+
+
+def _check_reports(tree: "HiRadixTree", live: list[Node]) -> None:
+    nodes, reports = set(live), tree._reports
+    nodes_of: dict[str, set[Node]] = {}
+    for node, masks in reports.by_node.items():
+        assert node in nodes, "12: a report is about a node that is gone"
+        assert masks, "12: a node without reports is kept"
+        for instance, pages in masks.items():
+            assert 0 < pages < 1 << node._num_pages, "12: a report is about pages that the node does not have"
+            nodes_of.setdefault(instance, set()).add(node)
+    assert reports.nodes_of == nodes_of, "12: instances and nodes disagree"
+    assert reports.num_reports == sum(map(len, nodes_of.values())), "12: reports are miscounted"

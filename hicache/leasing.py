@@ -23,8 +23,9 @@ class Leasing(Structure):
         page_size: int,
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
+        metadata_bytes: int | None = None,
     ) -> None:
-        super().__init__(page_size=page_size, tiers=tiers, policies=policies)
+        super().__init__(page_size=page_size, tiers=tiers, policies=policies, metadata_bytes=metadata_bytes)
         self._leases: Final[dict[int, Lease]] = {}
         # A heap of (deadline, generation); what was renewed or has ended stays in it until it surfaces.
         self._deadlines: list[tuple[float, int]] = []

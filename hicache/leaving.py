@@ -1,11 +1,14 @@
 """How pages leave: evicted from a tier, forgotten as corrupt, removed with everything below them, flushed."""
 
+from heapq import heappop, heappush
+
 import numpy.typing as npt
 
-from hicache.errors import BadRequest
+from hicache.errors import BadRequest, NoRoom
 from hicache.evictable import is_held
+from hicache.metadata import ROOT_BYTES
 from hicache.namespace import Namespace
-from hicache.node import CONDEMNED_SHIFT, TIER_MASK, Node, child_nodes, state_of, tier_index
+from hicache.node import CONDEMNED_SHIFT, PUBLISHED, TIER_MASK, Node, Root, child_nodes, state_of, tier_index
 from hicache.residency import IN_TIER, Event
 from hicache.results import Freed, Removed
 from hicache.structure import FreedParts, Structure, digest_of
@@ -150,6 +153,55 @@ class Leaving(Structure):
         ]
         return self._remove_branches(tops) if index is None else self._flush_tier(tops, index)
 
+    def _plan_room(self, growth: int, root: Root | None, path: list[Node], num_pages: int) -> list[Node]:
+        """The nodes that leave, in this order, so that `growth` more bytes fit into the metadata budget: always the
+        coldest that nothing keeps, and nothing below which stays. None of `path` below `root`. Changes nothing.
+
+        Raises `NoRoom`, for an insert of `num_pages` new pages, when that is not enough.
+        """
+        assert self.metadata_budget is not None, "there is no budget"
+        excess = self.metadata_bytes + growth - self.metadata_budget
+        plan: list[Node] = []
+        kept = set(path)
+        listed = self._evictable.coldest()
+        waiting = next(listed, None)
+        # Nodes whose children are all in the plan, by recency; how many children the others still have.
+        exposed: list[tuple[float, int, Node]] = []
+        remaining: dict[Node, int] = {}
+        while excess > 0:
+            if exposed and (waiting is None or exposed[0][0] < waiting._last_access):
+                node = heappop(exposed)[2]
+            elif waiting is not None:
+                node, waiting = waiting, next(listed, None)
+                if node in kept:
+                    continue
+            else:
+                raise NoRoom("metadata", pages_asked=num_pages, pages_free=0, problem=(
+                    f"{growth} bytes asked of a budget of {self.metadata_budget}, "
+                    f"of which {self.metadata_bytes} are used and too few can be freed"
+                ))
+            plan.append(node)
+            excess -= self._bytes_of(node)
+            parent = node._parent
+            assert parent is not None, "what is listed is in the tree"
+            left = remaining[parent] = remaining.get(parent, len(parent._children or ())) - 1
+            if left:
+                continue
+            if isinstance(parent, Root):
+                excess -= ROOT_BYTES if parent is not root else 0
+            elif not (parent._num_leases or parent._holds or parent in kept):
+                heappush(exposed, (parent._last_access, len(plan), parent))
+        return plan
+
+    def _drop(self, nodes: list[Node], freed: FreedParts) -> None:
+        """Carry such a plan out."""
+        parents = [node._parent for node in nodes]
+        for node in nodes:
+            self._leave(node, freed)
+        for parent in parents:
+            if parent is not None:
+                self._heal(parent)
+
     def _remove_branches(self, tops: list[Node]) -> Removed:
         freed: FreedParts = {}
         held: list[Node] = []
@@ -158,6 +210,8 @@ class Leaving(Structure):
         for node in reversed(self._branch(tops)):
             if node._num_leases or node._children:
                 held.append(node)
+                if node._states & PUBLISHED:
+                    self._published.withdraw(node)
             else:
                 num_pages += node._num_pages
                 self._leave(node, freed)

@@ -16,7 +16,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -81,9 +81,10 @@ class PositionScheme:
 class _Memo:
     """A place for what is computed once. No field: it takes no part in equality, hashing, copying or the encoding."""
 
-    __slots__ = ("_digest",)
+    __slots__ = ("_digest", "_scope")
 
     _digest: bytes
+    _scope: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,17 @@ class Namespace(_Memo):
             # Asked for on every lookup, so computed once; what it depends on is frozen.
             object.__setattr__(self, "_digest", hashlib.sha256(self.encode()).digest())
             return self._digest
+
+    @property
+    def scope(self) -> bytes:
+        """What this record shares with those that differ from it in the tenant alone, 32 bytes: two records have equal
+        scopes exactly when all their other fields are equal. Decides who may read a published prefix; never names a
+        page."""
+        try:
+            return self._scope
+        except AttributeError:
+            object.__setattr__(self, "_scope", replace(self, tenant="").digest)
+            return self._scope
 
     def _fields(self) -> Iterator[bytes]:
         # The order is the tag order: append only, never reorder.

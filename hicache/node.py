@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 MAX_TIERS: Final = 8
 """Most tiers of one tree: states are kept as bit masks of eight tiers each."""
 TIER_MASK: Final = (1 << MAX_TIERS) - 1
-# A node's states are three masks over tier indices in one integer.
+# A node's states are three masks over tier indices in one integer, and a bit above them.
 ARRIVING_SHIFT: Final = MAX_TIERS
 CONDEMNED_SHIFT: Final = 2 * MAX_TIERS
+PUBLISHED: Final = 1 << 3 * MAX_TIERS
+"""Set in the states of a node whose pages other tenants may read (`hicache.published`)."""
 # How many children are in a tier (ARRIVING or RESIDENT): one field of 32 bits a tier in one integer.
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1
@@ -41,7 +43,8 @@ class Node:
     Its tokens are `_key` (the first page, which is also its key among its siblings) and, for the pages after the first,
     `_buffer[_start:]`. Halves of a split share a buffer until one of them needs less than half of it.
 
-    `_slots` holds the slot ids of each tier that has or awaits a copy, one tier after the other, fast to slow.
+    `_slots` holds the slot ids of each tier that has or awaits a copy, one tier after the other, fast to slow. With one
+    tier it may go on behind them, to twice their number: what a split cut off is not worth a copy of the rest.
 
     Parents and children refer to each other unseen by the collector: the tree unlinks what leaves.
     """
@@ -146,6 +149,11 @@ class Node:
         Those of an ARRIVING or CONDEMNED copy are given too: look at `residency` before reading what is in them.
         """
         return np.frombuffer(slots_of(self, tier_index(self._root.tiers, tier)), np.int32)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether other tenants may read the node's pages."""
+        return bool(self._states & PUBLISHED)
 
     def is_pinned(self, tier: TierId) -> bool:
         """Whether a pin or a move uses the copy in `tier`."""

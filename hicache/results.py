@@ -37,6 +37,9 @@ class Match(NamedTuple):
     """Pages of the last node that match, 1 to its `num_pages`; 0 when nothing matched."""
     partial: Partial | None
     """The best page to copy part of, if any page shares a token beyond the match."""
+    owner: bytes = b""
+    """Digest of the namespace whose pages `nodes` are, 32 bytes: the one asked for, or that of another tenant who
+    published them. The partial may be another one's again: its node names it."""
 
 
 class Inserted(NamedTuple):
@@ -48,6 +51,10 @@ class Inserted(NamedTuple):
     """Pages whose slots were taken over by the tree."""
     duplicates: Slots
     """Slots given for pages that the tier already holds, int32, in page order: the caller frees them."""
+    freed: Freed
+    """Slots of other pages, which left the tree because its metadata had reached the budget: the caller frees them."""
+    num_dropped: int
+    """How many pages these were."""
 
 
 class Finished(NamedTuple):
@@ -101,3 +108,22 @@ class NodeInfo(NamedTuple):
     """Monotonic seconds."""
     num_leases: int
     num_children: int
+    is_published: bool
+    """Whether other tenants may read its pages."""
+    reported: dict[TierId, int]
+    """How many of its pages engines say they have, by `device:<session>/<rank>`: a hint. None who has none."""
+
+
+class PublicationInfo(NamedTuple):
+    """A published prefix, as it is now."""
+
+    node: Node
+    """Where it ends."""
+    namespace: bytes
+    """Digest of the publisher's namespace."""
+    tenant: str
+    """Who published it."""
+    num_pages: int
+    """Pages from the root that are published."""
+    readers: dict[str, float]
+    """When each other tenant last used one of its pages, monotonic seconds. Not shown to the publisher."""

@@ -4,6 +4,7 @@ Base of `hicache.tree.HiRadixTree`, where the invariants are numbered. Methods w
 are called once the input is known to be good.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -14,6 +15,15 @@ from hicache.collector import untrack
 from hicache.errors import BadRequest, NotResident
 from hicache.evictable import Evictable, is_held
 from hicache.layout import MAX_PAGE_SIZE
+from hicache.metadata import (
+    NODE_BYTES,
+    ORDER_BYTES,
+    PUBLICATION_BYTES,
+    READER_BYTES,
+    REPORT_BYTES,
+    ROOT_BYTES,
+    check_metadata_bytes,
+)
 from hicache.namespace import Namespace
 from hicache.node import (
     ARRIVING_SHIFT,
@@ -21,6 +31,7 @@ from hicache.node import (
     COUNT_BITS,
     COUNT_MASK,
     MAX_TIERS,
+    PUBLISHED,
     TIER_MASK,
     Box,
     Node,
@@ -35,12 +46,16 @@ from hicache.node import (
 )
 from hicache.policy.base import EvictionPolicy
 from hicache.policy.lru import LruPolicy
+from hicache.published import Published
+from hicache.reports import Reports
 from hicache.residency import IN_TIER, Event, Residency, after
 from hicache.results import Freed, Occupancy
 from hicache.sortedchunks import SortedChunks
 from hicache.tier import Slots, TierId
 from hicache.tokens import INT32, TOKEN_BYTES, common_bytes
 
+SPARSE_BYTES: Final = 400
+"""Bytes of dictionary a child above which a node's children are worth a new one: four times what one grows to."""
 ORDER_FROM: Final = 64
 """From this many children on, a node keeps them in order; below, the order is made when a partial first asks for it."""
 SLOT_BYTES: Final = 4
@@ -58,6 +73,7 @@ class Structure:
         page_size: int,
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
+        metadata_bytes: int | None = None,
     ) -> None:
         self._roots: Final[dict[bytes, Root]] = {}
         self._limbo: Final[set[Node]] = set()  # left the tree, with CONDEMNED copies
@@ -70,14 +86,24 @@ class Structure:
         policies = policies or {}
         if unknown := set(policies) - set(tiers):
             raise BadRequest("policies", f"{', '.join(sorted(unknown))} is no tier of this tree")
+        check_metadata_bytes(metadata_bytes, page_size=page_size, num_tiers=len(tiers))
+        self.metadata_budget: Final = metadata_bytes
+        """Most bytes that `insert` lets the tree's own memory grow to, by its own estimate; None for no bound."""
         self.page_size: Final = page_size
         self.tiers: Final = tuple(tiers)
         self._tier_index: Final = {tier: index for index, tier in enumerate(tiers)}
         self._page_bytes: Final = page_size * TOKEN_BYTES
-        self._evictable: Final = Evictable([policies.get(tier) or LruPolicy() for tier in tiers])
+        self._evictable: Final = Evictable(
+            [policies.get(tier) or LruPolicy() for tier in tiers],
+            LruPolicy() if metadata_bytes is not None else None,
+        )
+        self._published: Final = Published()
+        self._reports: Final = Reports()
         self._pages: Final = [[0] * len(Residency) for _ in tiers]
         self._now = float("-inf")
         self._num_nodes = 0
+        self._num_pages = 0  # in the tree, each once, wherever its copies are
+        self._num_copies = 0  # pairs of a node and a tier in which it is not ABSENT, in the tree or in limbo
         self._version = 0  # counts structural changes: what `walk` looks at between its steps
 
     def __del__(self) -> None:
@@ -95,6 +121,28 @@ class Structure:
     def num_nodes(self) -> int:
         """Nodes in the tree, over all namespaces."""
         return self._num_nodes
+
+    @property
+    def metadata_bytes(self) -> int:
+        """About how many bytes of memory the tree uses: see `hicache.metadata` for what is counted and how well."""
+        published, budgeted = self._published, self.metadata_budget is not None
+        return (
+            (self._num_nodes + len(self._limbo)) * (NODE_BYTES + budgeted * ORDER_BYTES)
+            + self._num_copies * ORDER_BYTES
+            + self._num_pages * self._page_bytes
+            # What is not ABSENT has a slot; all states of a tier together count 0 pages.
+            - sum([pages[Residency.ABSENT] for pages in self._pages]) * SLOT_BYTES
+            + len(self._roots) * ROOT_BYTES
+            + len(published.publications) * PUBLICATION_BYTES
+            + published.num_readers * READER_BYTES
+            + self._reports.num_reports * REPORT_BYTES
+        )
+
+    def _bytes_of(self, node: Node) -> int:
+        """What `metadata_bytes` counts for one node in the tree."""
+        num_copies = held_tiers(node._states).bit_count()
+        ids = node._num_pages * (self._page_bytes + num_copies * SLOT_BYTES)
+        return NODE_BYTES + (num_copies + (self.metadata_budget is not None)) * ORDER_BYTES + ids
 
     def occupancy(self, tier: TierId) -> Occupancy:
         """Pages of one tier that the tree accounts for."""
@@ -191,6 +239,7 @@ class Structure:
         elif len(children) >= ORDER_FROM:
             parent._order = SortedChunks(children)
         self._num_nodes += 1
+        self._num_pages += node._num_pages
         self._version += 1
         node._slots = slots
         self._apply(node, index, Event.STORED)
@@ -213,7 +262,7 @@ class Structure:
     def _split(self, node: Node, num_pages: int) -> Node:
         parent, siblings = _place(node)
         box = node.box
-        upper_slots, lower_slots = _cut_slots(node._slots, node._num_pages, num_pages)
+        upper_slots, lower_slots = _cut_slots(node, num_pages)
         cut = node._start + (num_pages - 1) * self._page_bytes
         upper = Node(node._root, node._key, node._buffer, node._start, num_pages)
         node._key = node._buffer[cut : cut + self._page_bytes]
@@ -234,7 +283,12 @@ class Structure:
         self._trim(upper)
         self._trim(node)
         self._evictable.split(upper, node)
+        if states & PUBLISHED:
+            self._published.split(upper, node)
+        if self._reports.by_node:
+            self._reports.split(upper, node)
         self._num_nodes += 1
+        self._num_copies += held_tiers(states).bit_count()
         self._version += 1
         return upper
 
@@ -264,6 +318,7 @@ class Structure:
             and not lower._holds
             and upper._children is not None
             and len(upper._children) == 1
+            and upper not in self._published.ends
         )
 
     def _merge(self, upper: Node, lower: Node) -> None:
@@ -280,7 +335,12 @@ class Structure:
         lower._slots = _join_slots(upper, lower)
         lower._num_pages += upper._num_pages
         upper._parent = None  # keeps its one child: `current` follows it
+        if lower._states & PUBLISHED:
+            self._published.merge(upper, lower)
+        if self._reports.by_node:
+            self._reports.merge(upper, lower)
         self._num_nodes -= 1
+        self._num_copies -= held_tiers(lower._states).bit_count()
         self._version += 1
         if upper._last_access > lower._last_access:
             # It takes a later place in the policies' order, which may lie before that of others.
@@ -315,6 +375,10 @@ class Structure:
         assert not node._children, "a node leaves before its children"
         parent, siblings = _place(node)
         root = node._root
+        if node._states & PUBLISHED:
+            self._published.withdraw(node)
+        if self._reports.by_node:
+            self._reports.leave(node)
         for index in range(len(self.tiers)):
             if state_of(node._states, index) in IN_TIER:
                 self._apply(node, index, Event.REMOVED)
@@ -328,11 +392,18 @@ class Structure:
         if not node._states:
             self._limbo.discard(node)
         self._num_nodes -= 1
+        self._num_pages -= node._num_pages
         self._version += 1
         if parent is root and not siblings:
             del self._roots[root.digest]
-        else:
-            self._refresh(parent)
+            return
+        if not siblings:
+            parent._children = parent._order = None
+        elif sys.getsizeof(siblings) > SPARSE_BYTES * len(siblings) and len(siblings) >= ORDER_FROM:
+            # Dictionaries do not shrink by themselves. Most children of a large one have left: keep a small one.
+            parent._children = dict(siblings)
+            untrack(parent._children)
+        self._refresh(parent)
 
     # -- residency and slots ------------------------------------------------------------------------------------------
 
@@ -344,6 +415,10 @@ class Structure:
         pages = self._pages[index]
         pages[before] -= node._num_pages
         pages[state] += node._num_pages
+        if not before:
+            self._num_copies += 1
+        elif not state:
+            self._num_copies -= 1
         was_in, is_in = before in IN_TIER, state in IN_TIER
         parent = node._parent
         if was_in != is_in and parent is not None:
@@ -373,15 +448,16 @@ class Structure:
 
     def _give_slots(self, node: Node, index: int, slots: bytes) -> None:
         """Record the slots of a tier in which the node is still ABSENT."""
-        at = (held_tiers(node._states) & (1 << index) - 1).bit_count() * node._num_pages * SLOT_BYTES
-        node._slots = node._slots[:at] + slots + node._slots[at:]
+        held, size = held_tiers(node._states), node._num_pages * SLOT_BYTES
+        at = (held & (1 << index) - 1).bit_count() * size
+        node._slots = node._slots[:at] + slots + node._slots[at : held.bit_count() * size]
 
     def _free_slots(self, node: Node, index: int, freed: FreedParts) -> None:
         """Hand out the slots of a tier in which the node is about to be ABSENT."""
-        size = node._num_pages * SLOT_BYTES
-        at = (held_tiers(node._states) & (1 << index) - 1).bit_count() * size
+        held, size = held_tiers(node._states), node._num_pages * SLOT_BYTES
+        at = (held & (1 << index) - 1).bit_count() * size
         freed.setdefault(index, []).append(node._slots[at : at + size])
-        node._slots = node._slots[:at] + node._slots[at + size :]
+        node._slots = node._slots[:at] + node._slots[at + size : held.bit_count() * size]
 
     def _freed(self, parts: FreedParts) -> Freed:
         return {self.tiers[index]: pack_parts(parts[index]) for index in sorted(parts)}
@@ -417,12 +493,14 @@ def digest_of(namespace: Namespace) -> bytes:
         raise BadRequest("namespace", f"{type(namespace).__name__} is not a Namespace") from None
 
 
-def _cut_slots(slots: bytes, num_pages: int, num_upper: int) -> tuple[bytes, bytes]:
+def _cut_slots(node: Node, num_upper: int) -> tuple[bytes, bytes]:
     """Slots of the two parts of a node, each tier's cut at the same page."""
-    size, border = num_pages * SLOT_BYTES, num_upper * SLOT_BYTES
-    if len(slots) == size:
-        return slots[:border], slots[border:]
-    starts = range(0, len(slots), size)
+    slots, size, border = node._slots, node._num_pages * SLOT_BYTES, num_upper * SLOT_BYTES
+    held = held_tiers(node._states).bit_count()
+    if held == 1:
+        # Evicting a long run page by page from its end would copy all that stays each time.
+        return slots if len(slots) <= 2 * border else slots[:border], slots[border:size]
+    starts = range(0, held * size, size)
     upper = b"".join(slots[at : at + border] for at in starts)
     return upper, b"".join(slots[at + border : at + size] for at in starts)
 

@@ -1,11 +1,12 @@
 """The HiRadixTree: for every prefix, which tiers hold its pages.
 
 One radix tree over token ids a namespace. A node is a run of whole pages with one residency a tier
-(`hicache.residency`). Nodes and handles are written by this class alone, which is made of four parts:
+(`hicache.residency`). Nodes and handles are written by this class alone, which is made of these parts:
 
     structure   linking, splitting and joining nodes, residencies and their counts
     leasing     leases                    moving    pins and moves
-    leaving     eviction, removal, flush  tree      matching, inserting, identities, inspection
+    leaving     eviction, removal, flush  publishing, reporting   prefixes for other tenants, hints of engines
+    tree        matching, inserting, identities, inspection
 
 Invariants, checked by `check_integrity` (`hicache.integrity`):
 
@@ -25,13 +26,15 @@ Invariants, checked by `check_integrity` (`hicache.integrity`):
 8.  No node was used more recently than the node above it.
 9.  The evictable lists hold exactly the nodes that `hicache.evictable` defines.
 10. `match`, and everything else that only reads, changes none of this.
+11. The published nodes are those on the paths to the ends of publications; another tenant's match never gives others.
+12. Reports are about nodes in the tree. Nothing above depends on them.
 
 The tree belongs to one thread, which is the event loop's. It does no I/O, never frees a slot, asks no clock (`now` is
 monotonic seconds; one that went backwards counts as the latest seen), and does not wait. Input is checked before
 anything is changed: a call that raises has changed nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -42,13 +45,17 @@ from hicache.integrity import check_integrity
 from hicache.lease import Lease, Move, Pin
 from hicache.leasing import Leasing
 from hicache.leaving import Leaving
+from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.moving import Moving
 from hicache.namespace import Namespace
-from hicache.node import Node, Root, child_nodes, state_of, tier_index
+from hicache.node import Node, Root, child_nodes, held_tiers, state_of, tier_index
+from hicache.published import NOTHING
+from hicache.publishing import Publishing
+from hicache.reporting import Reporting
 from hicache.residency import Event, Residency
 from hicache.results import Finished, Freed, Inserted, Match, NodeInfo, Occupancy, Partial, Removed
 from hicache.sortedchunks import SortedChunks
-from hicache.structure import SLOT_BYTES, digest_of, pack_parts
+from hicache.structure import SLOT_BYTES, FreedParts, digest_of, pack_parts
 from hicache.tier import PageIdentity, Slots, TierId, chain_digest
 from hicache.tokens import TOKEN_BYTES, check_ids, common_bytes, pack_slots, pack_tokens, raw_bytes, view_tokens
 
@@ -73,34 +80,68 @@ __all__ = [
 NO_SLOTS: Final[Slots] = np.frombuffer(b"", np.int32)
 
 
-class HiRadixTree(Leasing, Moving, Leaving):
+class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
     """One radix tree a namespace over tiers of pages. See the module's docstring for the rules it keeps.
 
     `tiers` are the cache's own, fast to slow, at most 8, none twice. `policies` may name one policy object for any of
-    them (never shared between tiers); the others get `LruPolicy`.
+    them (never shared between tiers); the others get `LruPolicy`. `metadata_bytes` bounds the memory of the tree
+    itself, as the property of that name estimates it: `insert` makes room below it. Splits for leases and moves may
+    pass it by a node each, and the next insert makes up for them.
     """
 
     # -- matching -----------------------------------------------------------------------------------------------------
 
-    def match(self, namespace: Namespace, tokens: npt.ArrayLike) -> Match:
+    def match(self, namespace: Namespace, tokens: npt.ArrayLike, *, published: bool = True) -> Match:
         """Find the longest cached prefix of `tokens` `[num_tokens]`, and the page that shares most of what follows.
+
+        That is the namespace's own, unless other tenants have published a longer one (`publish`); `Match.owner` tells.
+        Without `published` only the namespace's own pages are looked at.
 
         Changes nothing and lets nothing live longer: lease the match to keep it, touch its last node to count the use.
         Whatever is returned is in at least one tier. Raises `BadRequest` for tokens that are not token ids.
         """
         packed = view_tokens(tokens)
         num_bytes = len(packed) * TOKEN_BYTES
-        root = self._roots.get(digest_of(namespace))
+        digest = digest_of(namespace)
+        root = self._roots.get(digest)
+        if published and self._published.publishers:
+            others = self._published.readable(namespace.scope, root)
+            if others:
+                return self._match_published(digest, root, others, packed)
         if root is None or not num_bytes:
             check_ids("tokens", packed)
-            return Match((), 0, 0, None)
+            return Match((), 0, 0, None, digest)
         raw = raw_bytes(packed)
         path, position, inside = self._descend(root, raw, num_bytes)
         partial = None
         if position < num_bytes:
             check_ids("tokens", packed[position // TOKEN_BYTES :])
             partial = self._find_partial(path[-1] if path else root, inside, raw, position, num_bytes)
-        return Match(tuple(path), position // TOKEN_BYTES, inside, partial)
+        return Match(tuple(path), position // TOKEN_BYTES, inside, partial, digest)
+
+    def _match_published(
+        self, digest: bytes, root: Root | None, others: list[Root], packed: npt.NDArray[np.int32]
+    ) -> Match:
+        """The longest match of one's own tree and of what others have published; one's own where they are as long."""
+        raw, num_bytes, published = raw_bytes(packed), len(packed) * TOKEN_BYTES, self._published
+        found = [] if root is None else [(root, *self._descend(root, raw, num_bytes))]
+        found += [(other, *published.descend(other, raw, num_bytes, self._page_bytes)) for other in others]
+        owner, path, position, inside = max(found, key=lambda each: each[2])
+        if position == num_bytes:
+            return Match(tuple(path), position // TOKEN_BYTES, inside, None, owner.digest if path else digest)
+        check_ids("tokens", packed[position // TOKEN_BYTES :])
+        best: Partial | None = None
+        for tree, nodes, end, pages_in_last in found:
+            if end == position:
+                node = nodes[-1] if nodes else tree
+                partial = (
+                    self._find_partial(node, pages_in_last, raw, position, num_bytes)
+                    if tree is root or pages_in_last < node._num_pages
+                    else self._best_child(published.below.get(node, NOTHING), raw, position, num_bytes)
+                )
+                if partial is not None and (best is None or partial.num_tokens > best.num_tokens):
+                    best = partial
+        return Match(tuple(path), position // TOKEN_BYTES, inside, best, owner.digest if path else digest)
 
     def _find_partial(
         self, node: Node, inside: int, raw: memoryview | bytes, position: int, num_bytes: int
@@ -127,6 +168,15 @@ class HiRadixTree(Leasing, Moving, Leaving):
                 best, most = key, shared
         return Partial(children[best][0], 0, most) if best is not None else None
 
+    def _best_child(
+        self, children: Mapping[bytes, Node], raw: memoryview | bytes, position: int, num_bytes: int
+    ) -> Partial | None:
+        """Among published children, which are few, the one whose first page shares most of `raw[position:]`."""
+        limit = min(self._page_bytes, num_bytes - position)
+        shared = {key: common_bytes(key, 0, raw, position, limit) // TOKEN_BYTES for key in children}
+        best = max(shared, key=lambda key: shared[key], default=None)
+        return Partial(children[best], 0, shared[best]) if best is not None and shared[best] else None
+
     # -- inserting ----------------------------------------------------------------------------------------------------
 
     def insert(
@@ -146,8 +196,13 @@ class HiRadixTree(Leasing, Moving, Leaving):
         slot comes back in `Inserted.duplicates`. Counts as a use of the whole path at `now`. Splits where needed, and
         joins runs of equal residency behind it, so that a sequence published page by page does not become a chain.
 
+        Where the tree's metadata would grow past its budget, whole nodes leave first, with all their copies: the
+        coldest that have no children, no leases and no holds, over all tiers and namespaces, never one of this path.
+        Their slots come back in `Inserted.freed`.
+
         Raises `BadRequest` naming the field: tokens that are no token ids, not whole pages, or none; slots that do not
-        match the pages, are negative or named twice; an unknown tier; a `first_page` past what the tree knows.
+        match the pages, are negative or named twice; an unknown tier; a `first_page` past what the tree knows. `NoRoom`
+        naming "metadata" when not enough can leave.
         """
         index = tier_index(self._tier_index, tier)
         packed = view_tokens(tokens)
@@ -174,9 +229,21 @@ class HiRadixTree(Leasing, Moving, Leaving):
             check_ids("tokens", packed[position // TOKEN_BYTES :])
             if matched < first_page:
                 raise BadRequest("first_page", f"{first_page} is past the {matched} pages that are in the tree")
+        leaving: list[Node] = []
+        if self.metadata_budget is not None:
+            growth = self._growth(root, path, inside, index, first_page, matched, num_pages)
+            leaving = self._plan_room(growth, root, path, num_pages - matched)
 
         # From here on nothing fails.
         self._advance(now)
+        freed: FreedParts = {}
+        num_dropped = sum(node._num_pages for node in leaving)
+        if leaving:
+            self._drop(leaving, freed)
+            # The path has not become shorter, but its nodes may have been joined.
+            root = self._roots.get(digest)
+            if root is not None:
+                path, position, inside = self._descend(root, raw, packed.nbytes)
         if root is None:
             root = self._roots[digest] = Root(digest, namespace.tenant, self._tier_index)
         node: Node = root
@@ -196,7 +263,38 @@ class HiRadixTree(Leasing, Moving, Leaving):
             num_stored += node._num_pages
             if node._parent is not root:
                 self._merge_upwards(node)
-        return Inserted(node, num_stored, pack_parts(duplicates) if duplicates else NO_SLOTS)
+        given_back = pack_parts(duplicates) if duplicates else NO_SLOTS
+        return Inserted(node, num_stored, given_back, self._freed(freed), num_dropped)
+
+    def _growth(
+        self,
+        root: Root | None,
+        path: list[Node],
+        inside: int,
+        index: int,
+        first_page: int,
+        matched: int,
+        num_pages: int,
+    ) -> int:
+        """Bytes of metadata that an insert adds, before runs are joined behind it."""
+        node_bytes, slots, splits = NODE_BYTES + ORDER_BYTES, 0, []
+        if path and inside < path[-1]._num_pages:
+            splits.append(path[-1])
+        start, copies = 0, 0
+        for node in path:
+            end = min(matched, start + node._num_pages)
+            if end > first_page and state_of(node._states, index) is Residency.ABSENT:
+                slots += end - max(first_page, start)
+                copies += 1
+                if start < first_page:
+                    splits.append(node)
+            start = end
+        growth = sum(node_bytes + held_tiers(node._states).bit_count() * ORDER_BYTES for node in splits)
+        growth += copies * ORDER_BYTES
+        if matched < num_pages:
+            slots += num_pages - matched
+            growth += node_bytes + ORDER_BYTES + (num_pages - matched) * self._page_bytes
+        return growth + slots * SLOT_BYTES + (root is None) * ROOT_BYTES
 
     def _add_copies(
         self, path: list[Node], index: int, slots: bytes, first_page: int, duplicates: list[bytes]
@@ -220,15 +318,21 @@ class HiRadixTree(Leasing, Moving, Leaving):
             start = end
         return stored
 
-    def touch(self, node: Node, now: float) -> None:
+    def touch(self, node: Node, now: float, *, reader: Namespace | None = None) -> None:
         """Count a use of `node` and of every node above it. A node that was merged stands for its heir, a removed one
         for nothing.
+
+        `reader` is whose use it is, where that is not the node's own namespace. Recency is kept per tenant: a use by
+        another tenant is noted with the publications that cover the node, and moves nothing of the owner's.
 
         One step up the path costs a store; policies hear only of the nodes they list, few on any path: a node is
         listed in a tier only when nothing below it is there.
         """
         self._advance(now)
         step = self.current(node)
+        if reader is not None and step is not None and step._root.digest != digest_of(reader):
+            self._published.read(step, reader.tenant, self._now)
+            return
         while step is not None and step._parent is not None:
             self._use(step)
             step = step._parent
@@ -263,15 +367,19 @@ class HiRadixTree(Leasing, Moving, Leaving):
         node._chain = chain
         return pages
 
-    def walk(self, *, batch: int = 1000) -> Iterator[list[NodeInfo]]:
-        """Look at all nodes, parents before children, in steps of at most `batch` nodes.
+    def walk(self, *, batch: int = 1000, tenant: str | None = None) -> Iterator[list[NodeInfo]]:
+        """Look at all nodes, or one tenant's, parents before children, in steps of at most `batch` nodes.
 
         The tree may change between two steps: nodes that do not change are seen once, others may be missing.
         """
         if batch < 1:
             raise BadRequest("batch", f"{batch} is below 1")
         # Siblings to look at, where they begin, and the version of the tree in which that was so.
-        stack = [(child_nodes(root), 0, self._version) for root in self._roots.values()]
+        stack = [
+            (child_nodes(root), 0, self._version)
+            for root in self._roots.values()
+            if tenant is None or root.owner == tenant
+        ]
         infos: list[NodeInfo] = []
         while stack:
             siblings, first_page, version = stack[-1]
@@ -303,6 +411,8 @@ class HiRadixTree(Leasing, Moving, Leaving):
             last_access=node._last_access,
             num_leases=node._num_leases,
             num_children=len(node._children or ()),
+            is_published=node.is_published,
+            reported={instance: pages.bit_count() for instance, pages in self._reports.of(node).items()},
         )
 
     def check_integrity(self) -> None:

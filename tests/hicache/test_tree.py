@@ -42,11 +42,12 @@ def test_only_whole_pages_match(page_size: int) -> None:
 def test_an_empty_prompt_and_an_empty_tree_match_nothing() -> None:
     world = World()
     nothing = world.tree.match(world.namespace, [])
-    assert nothing == ((), 0, 0, None)
+    assert nothing == ((), 0, 0, None, world.namespace.digest)
     assert world.tree.match(world.namespace, [1, 2, 3, 4]) == nothing
     world.insert(sequence(0, 8))
     assert world.tree.match(world.namespace, []) == nothing
-    assert world.tree.match(make_namespace(tenant="other"), sequence(0, 8)) == nothing
+    other = make_namespace(tenant="other")
+    assert world.tree.match(other, sequence(0, 8)) == nothing._replace(owner=other.digest)
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "int64", "uint32", "int16", "strided", "big-endian", "read-only"])
