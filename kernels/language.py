@@ -16,9 +16,13 @@ def narrow(b_x: tl.tensor, dtype: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr) 
     """
     if EMULATE_BFLOAT16 and dtype == tl.bfloat16:
         b_bits = b_x.to(tl.uint32, bitcast=True)
-        b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000
-        b_x = tl.where(b_x == b_x, b_bits.to(tl.float32, bitcast=True), b_x)
-    return b_x.to(dtype)
+        b_rounded = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
+        # Rounding up would carry a NaN into the sign.
+        b_half = tl.where(b_x == b_x, b_rounded, (b_bits >> 16) | 0x40)
+        b_y = b_half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        b_y = b_x.to(dtype)
+    return b_y
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types

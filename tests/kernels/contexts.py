@@ -1,6 +1,7 @@
 """Contexts whose keys are scattered over several memories, as the tiers of a running sequence are, and their truth.
 
-What is not a token of the context is NaN: other slots, the rest of last pages, gaps between pages. Whatever reads it shows.
+What is not a token of the context is NaN: other slots, the rest of last pages, gaps between pages. Whatever reads it
+shows.
 """
 
 from dataclasses import dataclass
@@ -57,9 +58,18 @@ def tensor(random: Random, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scatter_context(
-    random: Random, num_tokens: int, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page_sizes: tuple[int, ...]
+    random: Random,
+    num_tokens: int,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page_sizes: tuple[int, ...] = (1, 5, 16, 64),
 ) -> Context:
-    """A context of `num_tokens` random keys, cut at random into parts, some of them empty, over one to four memories."""
+    """A context of `num_tokens` random keys, cut at random into parts over one to four memories.
+
+    Some of the parts are empty.
+    """
     key = tensor(random, num_tokens, num_kv_heads, head_dim, dtype=dtype)
     value = tensor(random, num_tokens, num_kv_heads, head_dim, dtype=dtype)
     cuts = sorted(random.randint(0, num_tokens) for _ in range(random.randint(0, 5)))
@@ -116,3 +126,38 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square of the error over that of the truth; NaN if anything in `actual` is."""
     error = actual.double() - expected.double()
     return float(error.square().mean().sqrt() / expected.double().square().mean().sqrt().clamp_min(1e-300))
+
+
+ERROR_RATIO_MAX = 1.2
+"""Relative RMS error over a split, against that of torch over the keys held together, in the same dtype."""
+FLOAT32_ERROR_MAX = 8 * 2**-23
+"""Relative RMS error that is allowed in float32 even where torch has less, which with few keys is a matter of luck:
+every merge rounds once. Half precision needs no such allowance."""
+LSE_ERROR_MAX = 6e-6
+"""Absolute error of an LSE, whatever the dtype: it is accumulated in float32, and of the order of 10."""
+
+
+def assert_close(
+    actual: AttentionState,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+) -> None:
+    """Compare with attention over all keys at once, within the bounds above. Queries that see no key must have output 0
+    and LSE -inf."""
+    seeing = visible.any(dim=1)
+    assert torch.equal(actual.output[~seeing], torch.zeros_like(actual.output[~seeing]))
+    assert torch.equal(actual.lse[~seeing], torch.full_like(actual.lse[~seeing], -torch.inf))
+    if not seeing.any():
+        return
+    query, visible = query[seeing], visible[seeing]
+    expected = truth(query, key, value, visible, scale)
+    error = relative_rms(actual.output[seeing], expected.output)
+    allowed = ERROR_RATIO_MAX * relative_rms(plain_torch(query, key, value, visible, scale), expected.output)
+    if query.dtype == torch.float32:
+        allowed = max(allowed, FLOAT32_ERROR_MAX)
+    assert error <= allowed, f"relative RMS error {error:.3g}, allowed {allowed:.3g}"
+    lse_error = float((actual.lse[seeing].double() - expected.lse).abs().max())
+    assert lse_error <= LSE_ERROR_MAX, f"LSE is off by {lse_error:.3g}"

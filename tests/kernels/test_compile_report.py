@@ -1,0 +1,128 @@
+"""Every kernel compiles for every GPU we name, without one, and needs no more than there is."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.kernels import compile_report
+from hicache.kernels.compile_report import (
+    DTYPES,
+    HEAD_DIMS,
+    HEADER,
+    KERNELS,
+    PAGE_SIZES,
+    SHARED_BYTES_MAX,
+    Case,
+    Row,
+    all_cases,
+    line,
+    main,
+    pairwise_cover,
+)
+from tests.repository import ROOT
+
+ROW = Row("decode", "bfloat16", 128, 16, 90, None, 96, 39168, 0, 20000, 128)
+
+
+def report(tmp_path: Path, *arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the report with an empty cache, in a process that does not interpret unless told to."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "hicache.kernels.compile_report", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.timeout(600)
+def test_a_pairwise_cover_compiles_from_an_empty_cache(tmp_path: Path) -> None:
+    done = report(tmp_path, "--pairwise", "--json", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [Row(**row) for row in json.loads((tmp_path / "report.json").read_text())["rows"]]
+    assert {(row.kernel, row.arch) for row in rows} == set(itertools.product(KERNELS, SHARED_BYTES_MAX))
+    for row in rows:
+        assert row.error is None, row
+        assert row.cubin_bytes > 1000, row
+        assert 0 < row.registers <= 255, row
+        assert row.shared_bytes <= SHARED_BYTES_MAX[row.arch], row
+        assert row.spill_bytes == 0 or row.arch != 90, row
+        # What stays uncoalesced shows here: attention loads 16 bytes at a time whatever the page, copies at least 8.
+        assert row.vector_bits >= (128 if row.kernel not in ("gather", "scatter") else 64), row
+        assert line(row) in done.stdout
+    assert done.stdout.count("\n") == len(rows) + 4
+
+
+def test_the_cover_has_every_pair_and_few_cases() -> None:
+    cases = all_cases(KERNELS, DTYPES, HEAD_DIMS, PAGE_SIZES)
+    cover = pairwise_cover(cases)
+
+    def pairs(chosen: list[Case]) -> set[tuple[tuple[str, Any], ...]]:
+        return {pair for case in chosen for pair in itertools.combinations(sorted(asdict(case).items()), 2)}
+
+    assert pairs(cover) == pairs(cases)
+    assert len(cover) < len(cases) / 4
+
+
+def test_a_form_that_differs_in_nothing_is_compiled_once() -> None:
+    assert len(all_cases(["merge"], DTYPES, [64], PAGE_SIZES)) == len(DTYPES)
+    assert len(all_cases(["decode"], DTYPES, HEAD_DIMS, PAGE_SIZES)) == len(DTYPES) * len(HEAD_DIMS) * len(PAGE_SIZES)
+
+
+def test_what_fails_the_report() -> None:
+    assert ROW.problem is None
+    assert replace(ROW, error="CompilationError: no").problem == "does not compile"
+    assert replace(ROW, spill_bytes=8).problem == "spills"
+    assert replace(ROW, spill_bytes=8, arch=80).problem is None
+    assert replace(ROW, shared_bytes=SHARED_BYTES_MAX[90]).problem is None
+    assert replace(ROW, arch=80, shared_bytes=SHARED_BYTES_MAX[90]).problem is not None
+
+
+def test_a_row_stands_under_the_header() -> None:
+    shown = dict(zip(HEADER.split(), line(ROW).split(), strict=True))
+    assert shown == {
+        "kernel": "decode", "dtype": "bfloat16", "head": "128", "page": "16", "arch": "sm_90",
+        "regs": "96", "shared": "39168", "spill": "0", "load": "128",
+    }  # fmt: skip
+    failed = line(replace(ROW, error="CompilationError: at 2:\n  no"))
+    assert failed.endswith("does not compile: CompilationError: at 2: no")
+
+
+def test_a_kernel_that_does_not_compile_fails_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def unknown_type(case: Case) -> tuple[Any, Any, dict[str, str]]:
+        function, variant, pointers = merge(case)
+        return function, variant, pointers | {"p_output": "*nothing"}
+
+    merge = KERNELS["merge"]
+    monkeypatch.setitem(compile_report.KERNELS, "merge", unknown_type)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    arguments = ["--kernel", "merge", "--dtype", "float32", "--head-dim", "64", "--arch", "90", "--jobs", "1"]
+    assert main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "does not compile" in shown
+    assert shown.endswith("1 forms, 1 failing\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--kernel", "nothing"], ["--arch", "70"], ["--jobs", "0"], ["--head-dim", "x"], ["stray"]]
+)
+def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_process_that_interprets_is_refused(tmp_path: Path) -> None:
+    done = report(tmp_path, "--pairwise", interpret=True)
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET" in done.stderr
+    assert done.stdout == ""
