@@ -139,11 +139,12 @@ class Published:
         del self.below[upper]
         self.below[parent][lower._key] = lower
 
-    def read(self, node: Node, tenant: str, now: float) -> None:
-        """Note that another tenant used a node: for every publication that covers it."""
+    def read(self, node: Node, scope: bytes, tenant: str, now: float) -> None:
+        """Note that another tenant, who reads in a scope, used a node: for every publication that covers it."""
         for publication in self._covering(node):
-            self.num_readers += tenant not in publication.readers
-            publication.readers[tenant] = now
+            if publication.scope == scope:
+                self.num_readers += tenant not in publication.readers
+                publication.readers[tenant] = now
 
     def _covering(self, node: Node) -> Iterator[Publication]:
         stack = [node] if node._states & PUBLISHED else []

@@ -142,7 +142,8 @@ class Structure:
         """What `metadata_bytes` counts for one node in the tree."""
         num_copies = held_tiers(node._states).bit_count()
         ids = node._num_pages * (self._page_bytes + num_copies * SLOT_BYTES)
-        return NODE_BYTES + (num_copies + (self.metadata_budget is not None)) * ORDER_BYTES + ids
+        orders = (num_copies + (self.metadata_budget is not None)) * ORDER_BYTES
+        return NODE_BYTES + orders + ids + len(self._reports.of(node)) * REPORT_BYTES
 
     def occupancy(self, tier: TierId) -> Occupancy:
         """Pages of one tier that the tree accounts for."""

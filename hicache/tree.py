@@ -45,7 +45,7 @@ from hicache.integrity import check_integrity
 from hicache.lease import Lease, Move, Pin
 from hicache.leasing import Leasing
 from hicache.leaving import Leaving
-from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
+from hicache.metadata import NODE_BYTES, ORDER_BYTES, REPORT_BYTES, ROOT_BYTES
 from hicache.moving import Moving
 from hicache.namespace import Namespace
 from hicache.node import Node, Root, child_nodes, held_tiers, state_of, tier_index
@@ -289,8 +289,10 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
                 if start < first_page:
                     splits.append(node)
             start = end
-        growth = sum(node_bytes + held_tiers(node._states).bit_count() * ORDER_BYTES for node in splits)
-        growth += copies * ORDER_BYTES
+        growth = copies * ORDER_BYTES
+        for node in splits:
+            growth += node_bytes + held_tiers(node._states).bit_count() * ORDER_BYTES
+            growth += len(self._reports.of(node)) * REPORT_BYTES
         if matched < num_pages:
             slots += num_pages - matched
             growth += node_bytes + ORDER_BYTES + (num_pages - matched) * self._page_bytes
@@ -331,7 +333,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
         self._advance(now)
         step = self.current(node)
         if reader is not None and step is not None and step._root.digest != digest_of(reader):
-            self._published.read(step, reader.tenant, self._now)
+            self._published.read(step, reader.scope, reader.tenant, self._now)
             return
         while step is not None and step._parent is not None:
             self._use(step)

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from hicache.errors import BadRequest, LeaseExpired, NotResident
+from hicache.errors import BadRequest, LeaseExpired, NoRoom, NotResident
 from hicache.layout import KVDtype, KVLayout
 from hicache.lease import Lease, Move, Pin
+from hicache.metadata import NODE_BYTES, ORDER_BYTES, REPORT_BYTES, ROOT_BYTES
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
@@ -59,6 +60,8 @@ class Page:
     """Open pins and moves that use the copy."""
     used: float = 0.0
     alive: bool = True
+    reports: set[TierId] = field(default_factory=set)
+    """Engines that say they have it."""
 
     def is_in(self, tier: TierId) -> bool:
         return self.copies.get(tier, ("",))[0] in (ARRIVING, RESIDENT)
@@ -83,6 +86,26 @@ class ModelHold:
     pages: list[Page]
 
 
+@dataclass
+class ModelPublication:
+    num_pages: int
+    """How many of its pages are still published: those that have never left since."""
+    readers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A node as it was before an insert."""
+
+    pages: list[Page]
+    used: float
+    children: list["Run"] = field(default_factory=list)
+
+    def num_bytes(self, page_size: int) -> int:
+        copies = len(self.pages[0].copies)
+        return NODE_BYTES + (copies + 1) * ORDER_BYTES + len(self.pages) * 4 * (page_size + copies)
+
+
 class History:
     """One tree, one dictionary, and the steps that change both."""
 
@@ -96,14 +119,18 @@ class History:
         layout = KVLayout.uniform(
             num_layers=1, num_kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32, page_size=self.page_size
         )
+        sharing = pick.random() < 0.3
+        num_namespaces = [2, 3, 4] if sharing else [1, 2, 3]
         self.namespaces = [
             Namespace(model="m", layout=layout, tenant=tenant, salt=salt)
-            for tenant, salt in [("a", b""), ("a", b"s"), ("b", b"")][: pick.choice([1, 2, 3])]
+            for tenant, salt in [("a", b""), ("b", b""), ("a", b"s"), ("c", b"")][: pick.choice(num_namespaces)]
         ]
-        self.tree = make_tree(page_size=self.page_size, tiers=self.tiers)
+        self.budget = pick.choice([None, None, None, 3_000, 6_000, 12_000])
+        self.tree = make_tree(page_size=self.page_size, tiers=self.tiers, metadata_bytes=self.budget)
         self.variants = self._page_variants()
         self.max_pages = pick.choice([3, 6, 12])
         self.pages: dict[Path, Page] = {}
+        self.published: dict[Path, ModelPublication] = {}
         self.free = {tier: list(range(CAPACITY)) for tier in self.tiers}
         self.leases: list[ModelLease] = []
         self.ended: list[Lease] = []
@@ -117,6 +144,14 @@ class History:
         weights = [pick.choice([0, 1, 1, 4]) for _ in names]
         weights[names.index("do_insert")] = pick.choice([4, 8, 16])
         weights[names.index("do_start_move")] = weights[names.index("do_finish_move")] = pick.choice([0, 2, 4, 8])
+        if sharing:
+            for name, most in (("do_publish", 6), ("do_match", 8), ("do_read", 2), ("do_unpublish", 1)):
+                weights[names.index(name)] = most
+        else:
+            for name in ("do_publish", "do_unpublish", "do_read"):
+                weights[names.index(name)] = 0
+        if pick.random() < 0.5:
+            weights[names.index("do_report")] = weights[names.index("do_drop_instance")] = 0
         self.steps: list[Callable[[], None]] = [getattr(self, name) for name in names]
         self.weights = weights
 
@@ -155,6 +190,8 @@ class History:
         self.tree.check_integrity()
         assert self.tree.num_nodes == 0
         assert self.tree.num_leases == 0
+        assert self.tree.publications() == []
+        assert self.tree.metadata_bytes == 0
         for tier in self.tiers:
             assert self.tree.occupancy(tier).total == 0
             assert sorted(self.free[tier]) == list(range(CAPACITY)), "a slot was lost or is free twice"
@@ -215,10 +252,32 @@ class History:
         freed: dict[TierId, set[int]] = {}
         for page in pages:
             page.alive = False
+            self._withdraw(page)
             del self.pages[page.path]
             for tier in list(page.copies):
                 self._drop_copy(page, tier, freed)
         return freed
+
+    def _withdraw(self, page: Page) -> None:
+        """The page, and so what follows it, is not published any more."""
+        space, pages = page.path
+        for path, publication in list(self.published.items()):
+            if path[0] == space and path[1][: len(pages)] == pages:
+                publication.num_pages = min(publication.num_pages, len(pages) - 1)
+                if not publication.num_pages:
+                    del self.published[path]
+
+    def _is_published(self, page: Page) -> bool:
+        space, pages = page.path
+        return any(
+            path[0] == space and path[1][: len(pages)] == pages and len(pages) <= publication.num_pages
+            for path, publication in self.published.items()
+        )
+
+    def _readable(self, reader: int) -> list[int]:
+        """The namespaces that differ from one in nothing but the tenant."""
+        salt, tenant = self.namespaces[reader].salt, self.namespaces[reader].tenant
+        return [i for i, each in enumerate(self.namespaces) if each.salt == salt and each.tenant != tenant]
 
     def _stop_using(self, page: Page, tier: TierId, freed: dict[TierId, set[int]]) -> None:
         page.users[tier] -= 1
@@ -264,6 +323,11 @@ class History:
                     assert page.copies.get(tier, (None, None)) == (state, slot), (page, tier, state, slot)
                 assert node.is_pinned(tier) == bool(pages[-1].users.get(tier, 0))
                 assert self.tree.can_evict(node, tier) == self._may_evict(pages[-1], tier), (node, tier)
+            assert [self._is_published(page) for page in pages] == [node.is_published] * len(pages)
+            reported = self.tree.reported(node)
+            assert all(flags.any() for flags in reported.values())
+            for number, page in enumerate(pages):
+                assert {instance for instance, flags in reported.items() if flags[number]} == page.reports
             leases = sum(end is pages[-1] for end in self._leased_ends())
             assert node.num_leases == leases, (node.num_leases, leases)
             line = self._line(pages[-1].path)
@@ -272,6 +336,15 @@ class History:
                 assert page.path not in seen, "a page is offered twice"
                 seen.add(page.path)
         assert seen == set(self.pages), "pages are missing in the tree"
+        publications = [
+            (self.pages_of(each.node)[-1].path, each.num_pages, each.tenant, each.readers)
+            for each in self.tree.publications()
+        ]
+        expected = [
+            ((path[0], path[1][: each.num_pages]), each.num_pages, self.namespaces[path[0]].tenant, each.readers)
+            for path, each in self.published.items()
+        ]
+        assert sorted(map(repr, publications)) == sorted(map(repr, expected))
         for tier in self.tiers:
             self._compare_victims(tier)
             everything = [*self.pages.values(), *self._departed()]
@@ -310,7 +383,8 @@ class History:
                 slots = [info.node.slots(tier).tolist() for tier in self.tiers]
                 lines.append(repr((info[1:], tokens, slots, info.node.num_leases)))
         lines += [repr(self.tree.occupancy(tier)) for tier in self.tiers]
-        lines.append(repr((self.tree.num_nodes, self.tree.num_leases)))
+        lines.append(repr((self.tree.num_nodes, self.tree.num_leases, self.tree.metadata_bytes)))
+        lines.append(repr([each[1:] for each in self.tree.publications()]))
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
     # -- choosing -----------------------------------------------------------------------------------------------------
@@ -354,9 +428,18 @@ class History:
         if slots is None:
             self.do_make_room()
             return
-        inserted = self.tree.insert(
-            self.namespaces[space], self.tokens(pages), tier=tier, slots=slots, first_page=first, now=self.now
-        )
+        runs, size = self._runs(), self.tree.metadata_bytes
+        before = "" if self.budget is None else self.digest()
+        try:
+            inserted = self.tree.insert(
+                self.namespaces[space], self.tokens(pages), tier=tier, slots=slots, first_page=first, now=self.now
+            )
+        except NoRoom:
+            assert self.digest() == before, "a refused insert changed the tree"
+            self.free[tier] += slots
+            self._check_refusal(runs, (space, pages), size)
+            return
+        self._dropped(inserted.freed, inserted.num_dropped, runs, (space, pages), size)
         duplicates: list[int] = []
         for end in range(1, len(pages) + 1):
             key = (space, pages[:end])
@@ -375,8 +458,152 @@ class History:
         self.free[tier] += duplicates
         assert self.tree.tokens_of(inserted.node).tolist() == self.tokens(pages).tolist()
 
-    def do_match(self) -> None:
+    def _runs(self) -> list[Run]:
+        """The tree's nodes as runs of the dictionary's pages."""
+        if self.budget is None:
+            return []
+        runs = {}
+        for node in self.nodes():
+            runs[node] = run = Run(self.pages_of(node), node.last_access)
+            if node.parent is not None:
+                runs[node.parent].children.append(run)
+        return list(runs.values())
+
+    def _may_drop(self, run: Run, path: Path) -> bool:
+        """Whether nothing but its children keeps a node, while pages of a path are inserted."""
+        return not any(
+            self._is_leased(page)
+            or any(page.users.values())
+            or (page.path[0] == path[0] and page.path[1] == path[1][: len(page.path[1])])
+            for page in run.pages
+        )
+
+    def _most_growth(self, num_pages: int) -> int:
+        """More bytes than an insert of so many pages can need."""
+        node = NODE_BYTES + (len(self.tiers) + 1) * ORDER_BYTES
+        return ROOT_BYTES + 3 * (node + 3 * REPORT_BYTES) + num_pages * (4 * self.page_size + 4 + ORDER_BYTES)
+
+    def _check_refusal(self, runs: list[Run], path: Path, size: int) -> None:
+        """Even without everything that may leave, there would have been no room."""
+        assert self.budget is not None
+
+        def droppable(run: Run) -> bool:
+            return self._may_drop(run, path) and all(map(droppable, run.children))
+
+        possible = sum(run.num_bytes(self.page_size) for run in runs if droppable(run))
+        assert size - possible + self._most_growth(len(path[1])) > self.budget, "refused although there was room"
+
+    def _dropped(self, freed: Freed, num_dropped: int, runs: list[Run], path: Path, size: int) -> None:
+        """What an insert has dropped was the coldest that could leave, whole nodes, and only for want of room."""
+        if self.budget is None:
+            assert (freed, num_dropped) == ({}, 0)
+            return
+        assert self.tree.metadata_bytes <= self.budget, "the budget was passed"
+        slots = {(tier, slot) for tier, of_tier in freed.items() for slot in of_tier.tolist()}
+        gone = [
+            page for page in self.pages.values() if any((tier, copy[1]) in slots for tier, copy in page.copies.items())
+        ]
+        assert len(gone) == num_dropped
+        if not gone:
+            return
+        assert size + self._most_growth(len(path[1])) > self.budget, "dropped without need"
+        left = [run for run in runs if run.pages[0] in gone]
+        assert sum(len(run.pages) for run in left) == len(gone), "a node left in part"
+        for run in left:
+            assert self._may_drop(run, path), "what was kept by something left"
+            assert all(child in left for child in run.children), "a node left before what is below it"
+        could = [
+            run.used
+            for run in runs
+            if run not in left and self._may_drop(run, path) and all(child in left for child in run.children)
+        ]
+        assert max(run.used for run in left) <= min(could, default=self.now), "something colder could have left"
+        self._take_back(freed, self._drop_pages(gone))
+
+    def do_publish(self) -> None:
+        space, pages = self.random.choice(list(self.pages)) if self.pages else (0, ())
+        if self.random.random() < 0.2:
+            space, pages = self.any_path()
+        namespace, tokens = self.namespaces[space], self.tokens(pages)
+        if len(self._line((space, pages))) < len(pages) or not pages:
+            error = NotResident if pages else BadRequest
+            self.refused(error, lambda: self.tree.publish(namespace, tokens))
+            return
+        node = self.tree.publish(namespace, tokens)
+        assert self.pages_of(node)[-1].path == (space, pages)
+        self.published.setdefault((space, pages), ModelPublication(0)).num_pages = len(pages)
+
+    def do_unpublish(self) -> None:
+        path = self.any_path()
+        if self.published and self.random.random() < 0.8:
+            path = self.random.choice(list(self.published))
+        if not path[1]:
+            return
+        found = self.tree.unpublish(self.namespaces[path[0]], self.tokens(path[1]))
+        assert found == (self.published.pop(path, None) is not None)
+
+    def do_read(self) -> None:
+        """A use by another tenant."""
+        node = self.any_node()
+        if node is None:
+            return
+        reader = self.random.randrange(len(self.namespaces))
+        space, pages = self.pages_of(node)[-1].path
+        if space == reader:
+            return
+        self.tree.touch(node, self.now, reader=self.namespaces[reader])
+        for path, publication in self.published.items():
+            covered = path[0] == space and path[1][: publication.num_pages][: len(pages)] == pages
+            if covered and space in self._readable(reader):
+                publication.readers[self.namespaces[reader].tenant] = self.now
+
+    def do_report(self) -> None:
+        instance = TierId(f"device:session/{self.random.randrange(3)}")
+        resident = self.random.random() < 0.8
+        if self.random.random() < 0.4:
+            node = self.any_node()
+            if node is None:
+                return
+            pages = self.pages_of(node)
+            self.tree.report_node(instance, node, resident=resident)
+        else:
+            space, prompt = self.any_path()
+            first = self.random.randint(0, len(prompt))
+            pages = self._line((space, prompt))[first:]
+            noted = self.tree.report(
+                instance, self.namespaces[space], self.tokens(prompt), resident=resident, first_page=first
+            )
+            assert noted == len(pages)
+        for page in pages:
+            if resident:
+                page.reports.add(instance)
+            else:
+                page.reports.discard(instance)
+
+    def do_drop_instance(self) -> None:
+        if self.random.random() < 0.6:
+            return
+        instance = TierId(f"device:session/{self.random.randrange(3)}")
+        reported = [page for page in self.pages.values() if instance in page.reports]
+        assert self.tree.drop_instance(instance) == len(reported)
+        for page in reported:
+            page.reports.remove(instance)
+
+    def any_readable_path(self) -> Path:
+        """A path as another tenant's reader may ask for it, if there is one; else any."""
         space, pages = self.any_path()
+        entries = [(path, self._readable(path[0])) for path in self.published]
+        chosen = [(path, readers) for path, readers in entries if readers]
+        if not chosen or self.random.random() < 0.3:
+            return space, pages
+        path, readers = self.random.choice(chosen)
+        if self.random.random() < 0.4:
+            path = path[0], path[1][: self.random.randint(0, len(path[1]))]
+        more = tuple(self.random.choice(self.variants) for _ in range(self.random.choice([0, 1, 2])))
+        return self.random.choice(readers), path[1] + more
+
+    def do_match(self) -> None:
+        space, pages = self.any_readable_path()
         tokens = self.tokens(pages)
         cut = self.random.choice([len(tokens), self.random.randint(0, len(tokens))])
         tokens = tokens[:cut]
@@ -385,29 +612,46 @@ class History:
             tokens[self.random.randrange(len(tokens))] = 77
         before = self.digest()
         asked: Any = tokens if self.random.random() < 0.5 else tokens.tolist()
-        match = self.tree.match(self.namespaces[space], asked)
+        published = self.random.random() < 0.7
+        match = self.tree.match(self.namespaces[space], asked, published=published)
         assert self.digest() == before, "a match changed the tree"
         size = self.page_size
         asked_pages = tuple(tuple(tokens[at : at + size].tolist()) for at in range(0, len(tokens) - size + 1, size))
         line = self._line((space, asked_pages))
-        assert match.num_tokens == len(line) * size
+        lengths = {space: len(line)}
+        for other in self._readable(space) if published else ():
+            theirs = [self._is_published(page) for page in self._line((other, asked_pages))]
+            lengths[other] = [*theirs, False].index(False)
+        longest = max(lengths.values())
+        assert match.num_tokens == longest * size
+        owner = next(i for i, each in enumerate(self.namespaces) if each.digest == match.owner)
+        assert lengths[owner] == longest
+        assert owner == space or lengths[space] < longest, "another tenant's pages instead of one's own"
         assert len(match.nodes) == len(set(match.nodes))
         if match.nodes:
             last = match.nodes[-1]
+            assert last.namespace == match.owner
             assert list(match.nodes) == self.tree.path(last)
             assert 1 <= match.pages_in_last <= last.num_pages
             covered = sum(node.num_pages for node in match.nodes) - last.num_pages + match.pages_in_last
-            assert covered == len(line)
+            assert covered == longest
         rest = tuple(tokens[match.num_tokens :].tolist())
-        parent = (space, tuple(asked_pages[: len(line)]))
-        best = max((_shared(page.path[1][-1], rest) for page in self._children(parent)), default=0)
+        parent = asked_pages[:longest]
+        candidates = [
+            page
+            for each, length in lengths.items()
+            if length == longest
+            for page in self._children((each, parent))
+            if each == space or self._is_published(page)
+        ]
+        best = max((_shared(page.path[1][-1], rest) for page in candidates), default=0)
         if not best:
             assert match.partial is None
         else:
             assert match.partial is not None
             assert match.partial.num_tokens == best
             page = self.pages_of(match.partial.node)[match.partial.page]
-            assert page.path[1][:-1] == parent[1]
+            assert page in candidates, "a partial of pages that may not be read"
             assert _shared(page.path[1][-1], rest) == best
 
     def do_touch(self) -> None:
@@ -418,7 +662,7 @@ class History:
                 page.used = self.now
 
     def do_lease(self) -> None:
-        space, pages = self.any_path()
+        space, pages = self.any_readable_path()
         deadline = self.random.choice([None, self.now + 2.0, self.now + 20.0])
         if len(self.leases) > 8:
             return
@@ -427,7 +671,8 @@ class History:
             if self.random.random() < 0.3:
                 self.do_split()  # the match is older than a split now
             lease = self.tree.lease(match, owner="me", deadline=deadline, now=self.now)
-            line = self._line((space, pages))
+            owner = next(i for i, each in enumerate(self.namespaces) if each.digest == match.owner)
+            line = self._line((owner, pages))[: match.num_tokens // self.page_size]
             end = line[-1] if line else None
         else:
             node = self.any_node()
@@ -689,6 +934,8 @@ class History:
 
     def _removed(self, removed: Any, doomed: list[Page]) -> None:
         held = [page for page in doomed if self._is_needed(page)]
+        for page in held:
+            self._withdraw(page)
         gone = [page for page in doomed if page not in held]
         expected = self._drop_pages(gone)
         self._take_back(removed.freed, expected)

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from hicache import leaving, residency, structure, tree
+from hicache.errors import NoRoom
 from hicache.lease import Hold, Lease, Move, Pin
-from hicache.node import TIER_MASK, Node, Root, child_nodes, make_box
+from hicache.node import TIER_MASK, Node, Root, child_nodes, held_tiers, make_box
 from hicache.residency import Event, Residency
 from hicache.results import Finished, Freed, Inserted, Match, Removed
 from hicache.tier import TierId
 from hicache.tree import HiRadixTree
 from tests.hicache.histories import HistoryFailure, run_history
 
-MAX_HISTORIES = 60
+MAX_HISTORIES = 100
 
 
 class SkippedCompare(HiRadixTree):
@@ -36,8 +37,8 @@ class SkippedCompare(HiRadixTree):
 class MatchesTheTail(HiRadixTree):
     """Counts the shared tokens of the partial page as matched."""
 
-    def match(self, namespace: Any, tokens: Any) -> Match:
-        match = super().match(namespace, tokens)
+    def match(self, namespace: Any, tokens: Any, *, published: bool = True) -> Match:
+        match = super().match(namespace, tokens, published=published)
         if match.partial is None:
             return match
         return match._replace(num_tokens=match.num_tokens + match.partial.num_tokens)
@@ -57,26 +58,26 @@ class FirstPartial(HiRadixTree):
 class MatchSplits(HiRadixTree):
     """Splits where a match ends inside a node."""
 
-    def match(self, namespace: Any, tokens: Any) -> Match:
-        match = super().match(namespace, tokens)
+    def match(self, namespace: Any, tokens: Any, *, published: bool = True) -> Match:
+        match = super().match(namespace, tokens, published=published)
         if match.nodes and match.pages_in_last < match.nodes[-1].num_pages:
             self._split(match.nodes[-1], match.pages_in_last)
-            return super().match(namespace, tokens)
+            return super().match(namespace, tokens, published=published)
         return match
 
 
 class NamespaceIgnored(HiRadixTree):
     """Keeps the pages of all namespaces of a tenant in one tree."""
 
-    def match(self, namespace: Any, tokens: Any) -> Match:
+    def match(self, namespace: Any, tokens: Any, *, published: bool = True) -> Match:
         for root in self._roots.values():
             if root.owner == namespace.tenant:
                 packed = tree.pack_tokens(tokens)
                 path, position, inside = self._descend(root, packed.tobytes(), packed.nbytes)
-                return super().match(namespace, tokens)._replace(
+                return super().match(namespace, tokens, published=published)._replace(
                     nodes=tuple(path), num_tokens=position // 4, pages_in_last=inside
                 )
-        return super().match(namespace, tokens)
+        return super().match(namespace, tokens, published=published)
 
 
 class SplitForgetsHolds(HiRadixTree):
@@ -342,7 +343,7 @@ class FlushSparesArriving(HiRadixTree):
 class TouchesOneNode(HiRadixTree):
     """A use does not count for the nodes above."""
 
-    def touch(self, node: Node, now: float) -> None:
+    def touch(self, node: Node, now: float, *, reader: Any = None) -> None:
         self._advance(now)
         self._use(node)
 
@@ -388,6 +389,206 @@ class UnpinKeepsHold(HiRadixTree):
         if isinstance(hold, Pin) and any(node._parent is None for node in hold._nodes):
             return False
         return super()._let_go(hold)
+
+
+class PublishesWholeNodes(HiRadixTree):
+    """Publishes all pages of the node in which the prefix ends."""
+
+    def publish(self, namespace: Any, tokens: Any) -> Node:
+        match = self.match(namespace, tokens, published=False)
+        if match.nodes and match.num_tokens == len(tokens):
+            return super().publish(namespace, self.tokens_of(match.nodes[-1]))
+        return super().publish(namespace, tokens)
+
+
+class PublishedToAll(HiRadixTree):
+    """Shows what is published to every namespace, not to those alone that differ in nothing but the tenant."""
+
+    def match(self, namespace: Any, tokens: Any, *, published: bool = True) -> Match:
+        match = super().match(namespace, tokens, published=published)
+        for scope in list(self._published.publishers) if published else ():
+            root = self._roots.get(namespace.digest)
+            others = self._published.readable(scope, root)
+            found = self._match_published(namespace.digest, root, others, tree.pack_tokens(tokens)) if others else match
+            match = max(match, found, key=lambda each: each.num_tokens)
+        return match
+
+
+class ReadsUnpublished(HiRadixTree):
+    """Lets readers go on below what is published."""
+
+    def match(self, namespace: Any, tokens: Any, *, published: bool = True) -> Match:
+        match = super().match(namespace, tokens, published=published)
+        if match.nodes and match.owner != namespace.digest:
+            packed = tree.pack_tokens(tokens)
+            path, position, inside = self._descend(match.nodes[0]._root, packed.tobytes(), packed.nbytes)
+            return match._replace(nodes=tuple(path), num_tokens=position // 4, pages_in_last=inside)
+        return match
+
+
+class PartialOfUnpublished(HiRadixTree):
+    """Offers a page as a partial that its owner has not published."""
+
+    def _best_child(self, children: Any, raw: Any, position: int, num_bytes: int) -> Any:
+        for child in children.values():
+            return self._find_partial(child._parent, child._parent._num_pages, raw, position, num_bytes)
+        return None
+
+
+class PrefersOthers(HiRadixTree):
+    """Gives another tenant's pages where one's own are as long."""
+
+    def _match_published(self, digest: bytes, root: Root | None, others: list[Root], packed: Any) -> Match:
+        found = super()._match_published(digest, None, others, packed)
+        own = super()._match_published(digest, root, others, packed)
+        return found if found.num_tokens == own.num_tokens else own
+
+
+class HeldStaysPublished(HiRadixTree):
+    """What a lease keeps from being removed can still be found by other tenants."""
+
+    def _remove_branches(self, tops: list[Node]) -> Removed:
+        published = [node for node in self._branch(tops) if node.is_published]
+        removed = super()._remove_branches(tops)
+        for node in published:
+            if node.is_live and not node.is_published:
+                self._published.publish(str(id(node)).encode(), b"", self.path(node))
+        return removed
+
+
+class UnpublishesNothing(HiRadixTree):
+    """Says that a publication has ended, and goes on."""
+
+    def unpublish(self, namespace: Any, tokens: Any) -> bool:
+        return self._key(namespace, self._whole_pages(tokens)) in self._published.publications
+
+
+class UnpublishesAll(HiRadixTree):
+    """Ends every publication of the same tree with one."""
+
+    def unpublish(self, namespace: Any, tokens: Any) -> bool:
+        found = super().unpublish(namespace, tokens)
+        if found:
+            for publication in list(self._published.publications.values()):
+                if publication.node.namespace == namespace.digest:
+                    self._published.unpublish(publication.key)
+        return found
+
+
+class ReaderMovesRecency(HiRadixTree):
+    """Another tenant's use of a published page counts as the owner's."""
+
+    def touch(self, node: Node, now: float, *, reader: Any = None) -> None:
+        super().touch(node, now)
+
+
+class SplitForgetsReports(HiRadixTree):
+    """The upper half of a split is not reported by anybody any more."""
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        upper = super()._split(node, num_pages)
+        self._reports.leave(upper)
+        return upper
+
+
+class MergeMixesReports(HiRadixTree):
+    """A merge puts the upper half's reports over the lower half's pages."""
+
+    def _merge(self, upper: Node, lower: Node) -> None:
+        num_pages, upper._num_pages = upper._num_pages, 0
+        self._reports.merge(upper, lower)
+        upper._num_pages = num_pages
+        super()._merge(upper, lower)
+
+
+class ReportsProtect(HiRadixTree):
+    """A page stays in the cache because an engine says that it has it."""
+
+    def can_evict(self, node: Node, tier: TierId) -> bool:
+        return super().can_evict(node, tier) and not self._reports.of(node)
+
+
+class ReportsTooMuch(HiRadixTree):
+    """A report is taken for the whole node in which it ends."""
+
+    def report(self, instance: TierId, namespace: Any, tokens: Any, **named: Any) -> int:
+        noted = super().report(instance, namespace, tokens, **named)
+        if noted:
+            self.report_node(instance, self.match(namespace, tokens, published=False).nodes[-1], resident=True)
+        return noted
+
+
+class ForgetsTheSession(HiRadixTree):
+    """The end of a session leaves its reports."""
+
+    def drop_instance(self, instance: TierId) -> int:
+        return sum(pages.get(instance, 0).bit_count() for pages in self._reports.by_node.values())
+
+
+class BudgetIgnored(HiRadixTree):
+    """Grows past its budget."""
+
+    def _plan_room(self, *arguments: Any) -> list[Node]:
+        return []
+
+
+class DropsTheWarmest(HiRadixTree):
+    """Makes room for metadata by what was used last."""
+
+    def _plan_room(self, growth: int, root: Root | None, path: list[Node], num_pages: int) -> list[Node]:
+        plan = super()._plan_room(growth, root, path, num_pages)
+        leaves = [node for node in self._evictable.coldest() if node not in path]
+        return leaves[-len(plan) :] if plan else plan
+
+
+class DropsTooMuch(HiRadixTree):
+    """Drops everything that may leave once the budget is reached."""
+
+    def _plan_room(self, growth: int, root: Root | None, path: list[Node], num_pages: int) -> list[Node]:
+        plan = super()._plan_room(growth, root, path, num_pages)
+        return plan or [node for node in self._evictable.coldest() if node not in path]
+
+
+class DropsTheLeased(HiRadixTree):
+    """Makes room for metadata at the cost of leases."""
+
+    def _plan_room(self, *arguments: Any) -> list[Node]:
+        leased = [lease._node for lease in self._leases.values() if lease._node is not None]
+        counts = {node: node._num_leases for node in leased}
+        for node in counts:
+            node._num_leases = 0
+            self._refresh(node)
+        try:
+            return super()._plan_room(*arguments)
+        finally:
+            for node, count in counts.items():
+                node._num_leases = count
+                self._refresh(node)
+
+
+class RefusesAtBudget(HiRadixTree):
+    """Refuses what does not fit instead of making room."""
+
+    def _plan_room(self, growth: int, root: Root | None, path: list[Node], num_pages: int) -> list[Node]:
+        if super()._plan_room(growth, root, path, num_pages):
+            raise NoRoom("metadata", pages_asked=num_pages, pages_free=0)
+        return []
+
+
+class LosesDropped(HiRadixTree):
+    """Keeps the slots of what was dropped for the budget to itself."""
+
+    def insert(self, *arguments: Any, **named: Any) -> Inserted:
+        return super().insert(*arguments, **named)._replace(freed={})
+
+
+class SplitCostsNothing(HiRadixTree):
+    """Forgets that a split makes a node."""
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        upper = super()._split(node, num_pages)
+        self._num_copies -= held_tiers(node._states).bit_count()
+        return upper
 
 
 MUTANTS = sorted(
