@@ -50,6 +50,8 @@ def place(tmp_path: Path) -> Path:
         (["--docs", "missing"], "--docs: missing does not exist"),
         (["--docs", "file"], "--docs: file is not a directory"),
         (["--docs", "binary"], "--docs: binary/b.txt is not text: it has a NUL byte at offset 4"),
+        (["--docs", ""], "argument --docs: the name is empty"),
+        (["--nvme-dir", ""], "argument --nvme-dir: the name is empty"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--device-byte", "4k"], "unrecognized arguments: --device-byte 4k"),
         (["stray\x1b"], "unrecognized arguments: stray\\x1b"),

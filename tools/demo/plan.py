@@ -103,7 +103,7 @@ def make_plan(options: DemoOptions, sources: Sources, nvme_parent: Path) -> Plan
     ]
     beside = (len(prompt) - sizes[ask.documents[0]] for ask, prompt in zip(asks, prompts, strict=True))
     budgets = budgets_with(sum(beside) + len(asks) * options.max_new_tokens)
-    check_memory(budgets, available_bytes(), device_is_cpu=options.device == "cpu")
+    check_memory(budgets, available_bytes(), device_is_cpu=options.device.startswith("cpu"))
     check_disk(nvme_parent, budgets.nvme_bytes)
     return Plan(options, sources.files, prompter, layout, sized, budgets, working_set, asks, questions, prompts, notes)
 
