@@ -135,7 +135,7 @@ def _answer(plan: Plan, engine: TransformersEngine, number: int, bar: Bar) -> tu
 
 
 def _still_found(by_tier: Mapping[TierId, int], num_lost: int) -> dict[str, int]:
-    """Tokens by where they were found, without those that turned out damaged: NVMe's first, whose pages are verified."""
+    """Tokens by where they were found, without those that turned out damaged, NVMe's first: its pages are verified."""
     found: dict[str, int] = {}
     for tier, count in sorted(by_tier.items(), key=lambda each: TIERS.index(each[0]), reverse=True):
         lost = min(count, num_lost)
