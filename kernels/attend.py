@@ -85,9 +85,9 @@ def attend(
     time. They are asked for one by one, and not at all with T = 0.
 
     Returns output [T, HQ, D] in the query's dtype and natural-log LSE [T, HQ], float32 (float64 for float64), new
-    tensors that alias nothing; 0 and -inf where there was no key at all. Partial results are kept and merged in
-    float32. On CUDA the work is queued on the current stream. `path` is chosen by the query's device if None. Callable
-    from several threads. Raises `BadArgument`, in the middle of the parts if one of them does not fit.
+    tensors that alias nothing and carry no gradient; 0 and -inf where there was no key at all. Partial results are kept
+    and merged in float32. On CUDA the work is queued on the current stream. `path` is chosen by the query's device if
+    None. Callable from several threads. Raises `BadArgument`, in the middle of the parts if one of them does not fit.
     """
     path = launch.choose_path("query", query.device, path)
     check_query(query, FLOAT_DTYPES if path is Path.TRITON else (*FLOAT_DTYPES, torch.float64))
@@ -99,9 +99,10 @@ def attend(
     if num_tokens == 0:
         return _no_keys(query, query.dtype)
     fitting = _checked(parts, query, key.shape[1])
-    if path is Path.TRITON:
-        return _attend_triton(query, fitting, key, value, scale)
-    return _attend_torch(query, fitting, key, value, scale)
+    work = _attend_triton if path is Path.TRITON else _attend_torch
+    # A recorded graph would keep every buffer that is meant to be used again.
+    with torch.no_grad():
+        return work(query, fitting, key, value, scale)
 
 
 def _checked(
@@ -148,7 +149,9 @@ class _Scratch(threading.local):
         token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
         capacity = max(page_size, SCRATCH_BYTES // token_bytes)
         if self._buffer.numel() < capacity * token_bytes:
-            self._buffer = torch.empty(capacity * token_bytes, dtype=torch.uint8)
+            # Made in inference mode, it could not be written to outside of it.
+            with torch.inference_mode(False):
+                self._buffer = torch.empty(capacity * token_bytes, dtype=torch.uint8)
         flat = self._buffer[: capacity * token_bytes].view(dtype)
         return flat.view(2, capacity, num_kv_heads, head_dim)
 

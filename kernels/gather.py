@@ -220,20 +220,21 @@ def _launch(
     num_words, block = pages.layer_bytes // word_bytes, variant.constants["BLOCK"]
     first = pages.layers[0].view(_WORDS[word_bytes])
     rows = rows.view(_WORDS[word_bytes])
-    _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), triton.cdiv(num_words, block))](
-        p_pages=first,
-        p_offsets=pages.offsets,
-        p_page_ids=page_ids,
-        p_slots=rows,
-        p_slot_ids=slot_ids,
-        first_layer=first_layer,
-        num_words=num_words,
-        stride_page=first.stride(0),
-        stride_slot=rows.stride(0),
-        TO_SLOTS=to_slots,
-        **variant.constants,
-        **launch.options(variant),
-    )
+    with launch.on(pages.device):
+        _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), triton.cdiv(num_words, block))](
+            p_pages=first,
+            p_offsets=pages.offsets,
+            p_page_ids=page_ids,
+            p_slots=rows,
+            p_slot_ids=slot_ids,
+            first_layer=first_layer,
+            num_words=num_words,
+            stride_page=first.stride(0),
+            stride_slot=rows.stride(0),
+            TO_SLOTS=to_slots,
+            **variant.constants,
+            **launch.options(variant),
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types

@@ -3,6 +3,7 @@
 Everything here is host code. Device functions that kernels share are in `hicache.kernels.language`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -47,6 +48,11 @@ class Variant:
 def options(variant: Variant) -> dict[str, int | bool]:
     """Compiler options of a variant. Fusing multiply and add is pinned: Triton's default for it is about to change."""
     return {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which `device` is the current one: Triton launches there, whatever device its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def require_launchable(argument: str, device: torch.device) -> None:

@@ -48,26 +48,27 @@ def merge_states(
     if merged.output.numel():
         variant = merge_variant(head_dim)
         num_rows = num_tokens * num_heads
-        _merge_states_kernel[(triton.cdiv(num_rows, variant.constants["BR"]),)](
-            p_outputs=outputs,
-            p_lses=lses,
-            p_output=merged.output,
-            p_lse=merged.lse,
-            n=n,
-            num_rows=num_rows,
-            num_heads=num_heads,
-            stride_n=outputs.stride(0),
-            stride_t=outputs.stride(1),
-            stride_h=outputs.stride(2),
-            stride_ln=lses.stride(0),
-            stride_lt=lses.stride(1),
-            stride_ot=merged.output.stride(0),
-            stride_oh=merged.output.stride(1),
-            stride_olt=merged.lse.stride(0),
-            **variant.constants,
-            EMULATE_BFLOAT16=launch.EMULATE_BFLOAT16,
-            **launch.options(variant),
-        )
+        with launch.on(outputs.device):
+            _merge_states_kernel[(triton.cdiv(num_rows, variant.constants["BR"]),)](
+                p_outputs=outputs,
+                p_lses=lses,
+                p_output=merged.output,
+                p_lse=merged.lse,
+                n=n,
+                num_rows=num_rows,
+                num_heads=num_heads,
+                stride_n=outputs.stride(0),
+                stride_t=outputs.stride(1),
+                stride_h=outputs.stride(2),
+                stride_ln=lses.stride(0),
+                stride_lt=lses.stride(1),
+                stride_ot=merged.output.stride(0),
+                stride_oh=merged.output.stride(1),
+                stride_olt=merged.lse.stride(0),
+                **variant.constants,
+                EMULATE_BFLOAT16=launch.EMULATE_BFLOAT16,
+                **launch.options(variant),
+            )
     return merged
 
 

@@ -174,6 +174,27 @@ def test_threads_do_not_share_their_buffers() -> None:
     assert_close(actual, query, keys, values, causal(60, 4), 0.125)
 
 
+def test_inference_mode_and_gradients_leave_no_trace_in_the_buffer() -> None:
+    """In a thread of its own, so that the buffer is made in inference mode."""
+    random = Random(0)
+    context = scatter_context(random, 40, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+    query, key, value = (tensor(random, 1, heads, 64, dtype=torch.float32) for heads in (4, 2, 2))
+    outputs = []
+
+    def work() -> None:
+        with torch.inference_mode():
+            outputs.append(attend(query, context.parts, key=key, value=value, scale=0.125).output)
+        learning = key.clone().requires_grad_()
+        outputs.append(attend(query.requires_grad_(), context.parts, key=learning, value=value, scale=0.125).output)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=60)
+    with_inference, with_gradients = outputs
+    assert torch.equal(with_inference, with_gradients)
+    assert not with_gradients.requires_grad
+
+
 def test_inputs_may_have_any_stride_but_in_the_last_dimension() -> None:
     random = Random(0)
     context = scatter_context(random, 70, num_kv_heads=2, head_dim=64, dtype=torch.float32)
