@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.clock import Clock
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
@@ -43,7 +44,7 @@ from hicache.tier import (
     Tier,
     TierId,
 )
-from hicache.tree import HiRadixTree, Match
+from hicache.tree import HiRadixTree, Match, pack_tokens
 
 DRAIN_S: Final = 10.0
 """How long `close` lets queued moves finish before it drops them."""
@@ -68,6 +69,12 @@ class Counters:
     pages_published: int = 0
     pages_duplicate: int = 0
     """Pages computed although somebody else had published them meanwhile."""
+    pages_adopted: int = 0
+    """Pages copied from what another tenant has published."""
+    pages_refused: int = 0
+    """Pages that a commit could not publish for want of room in the metadata budget; each try counts."""
+    metadata_dropped_pages: int = 0
+    """Pages that left the cache to keep the tree's metadata within its budget."""
     evicted_pages: dict[str, int] = field(default_factory=dict)
     """Copies that left a tier while a slower tier kept one."""
     dropped_pages: dict[str, int] = field(default_factory=dict)
@@ -113,8 +120,10 @@ class Cache:
         tiers: the tiers by id. `HOST` is required and supports views; `DEVICE` and `NVME` may be absent.
         clock: decides recency and deadlines.
         policies: eviction policy by tier, LRU where none is given.
+        metadata_bytes: most memory that the tree itself may use, by its own estimate; None for no bound but that of the
+            tiers' slots. Reaching it drops the coldest pages from all tiers.
 
-    Raises `BadRequest` when tiers and layout disagree.
+    Raises `BadRequest` when tiers and layout disagree, or the budget cannot hold a single page.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class Cache:
         *,
         clock: Clock,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
+        metadata_bytes: int | None = None,
     ) -> None:
         unknown = [tier_id for tier_id in tiers if tier_id not in OWN_TIERS]
         if unknown:
@@ -142,7 +152,9 @@ class Cache:
         self.layout: Final = layout
         self.clock: Final = clock
         self.tiers: Final = {tier_id: tiers[tier_id] for tier_id in OWN_TIERS if tier_id in tiers}
-        self.tree: Final = HiRadixTree(page_size=layout.page_size, tiers=tuple(self.tiers), policies=policies)
+        self.tree: Final = HiRadixTree(
+            page_size=layout.page_size, tiers=tuple(self.tiers), policies=policies, metadata_bytes=metadata_bytes
+        )
         self.counters: Final = Counters()
         self._host_view: Final = host.view
         self._device: Final = device
@@ -211,6 +223,24 @@ class Cache:
     def fastest(self, node: Node) -> TierId:
         """The fastest tier that can serve the node now."""
         return next(tier_id for tier_id in self.tiers if node.residency(tier_id) is Residency.RESIDENT)
+
+    # -- sharing ------------------------------------------------------------------------------------------------------
+
+    def publish(self, namespace: Namespace, tokens: npt.ArrayLike) -> int:
+        """Let other tenants read what is cached of a prefix, in whole pages: see `HiRadixTree.publish`.
+
+        Returns the tokens published, a multiple of the page size; 0 when nothing of it is cached.
+        """
+        packed = pack_tokens(tokens)
+        match = self.tree.match(namespace, packed, published=False)
+        if match.num_tokens:
+            self.tree.publish(namespace, packed[: match.num_tokens])
+        return match.num_tokens
+
+    def unpublish(self, namespace: Namespace, tokens: npt.ArrayLike) -> bool:
+        """End the publication of a prefix, named by exactly the tokens that `publish` said it published. True when
+        there was one. Copies that others have made of it are theirs and stay."""
+        return self.tree.unpublish(namespace, tokens)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 

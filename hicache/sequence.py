@@ -1,17 +1,25 @@
 """A running request: a lease on its cached prefix, private pages for what is being computed, and their block table.
 
 The tree holds whole published pages only. Everything else a request needs lives here. The tokens of a sequence lie, in
-page order, in three ranges (P is the page size):
+page order, in four ranges (P is the page size):
 
     [0, published)            published pages, found or computed: in the tree, protected by the sequence's lease
-    [published, length)       the tail, fewer than P tokens: one private device page, shared with forks until written
+    [published, whole)        whole pages that the tree has no room for: private device pages, mostly none
+    [whole, length)           the tail, fewer than P tokens: one private device page, shared with forks until written
     [length, length + n)      tokens of a step under way: the rest of the tail page and fresh private pages
 
-Committing a step publishes the pages that became whole and keeps the rest as the new tail. Forks share published
-pages through leases of their own and the tail page by a count; the first of them that writes into it gets a copy.
+Committing a step publishes the pages that became whole and keeps the rest as the new tail. Where the tree's metadata
+budget refuses them, they stay private and the next commit tries again: the request goes on, and only whoever comes
+later misses them. Forks share published pages through leases of their own and private pages by a count; the first of
+them that writes into the tail gets a copy, and a whole private page is published once nobody else reads it.
+
+A prefix that another tenant has published is copied when a sequence is opened: page by page into device pages that are
+published as the sequence's own. So whatever is below a page belongs to the tenant of the page, a tenant's removals and
+evictions end at its own pages, and what one tenant does with a copy shows in nobody else's tree.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
@@ -24,14 +32,16 @@ from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
 from hicache.tier import DEVICE, NVME, PageIdentity, Slots, TierId
-from hicache.tree import Match, pack_tokens
+from hicache.tree import Inserted, Match, pack_tokens
 
 Tokens = npt.NDArray[np.int32]
+ADOPT_PAGES: Final = 16
+"""Published pages of another tenant that are copied between two inserts: so many device pages are private meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
 class PrivatePage:
-    """A device page that is not in the tree, and how many sequences read it."""
+    """A device page that is not in the tree, and how many sequences, forks of each other, read it."""
 
     slot: int
     num_readers: int = 1
@@ -90,6 +100,8 @@ class Sequence:
         self._tokens: Tokens = np.empty(0, np.int32)
         self._lease: Lease | None = None
         self._chain = namespace.digest
+        self._published = 0
+        self._private: list[PrivatePage] = []
         self._tail: PrivatePage | None = None
         self._step: StepPlan | None = None
         self._beginning = False
@@ -130,7 +142,7 @@ class Sequence:
     @property
     def published(self) -> int:
         """Tokens in published pages, a multiple of the page size."""
-        return self.length - self.length % self.cache.layout.page_size
+        return self._published
 
     @property
     def tokens(self) -> Tokens:
@@ -144,6 +156,12 @@ class Sequence:
         cache, tree = self.cache, self.cache.tree
         match = tree.match(self.namespace, packed[:-1])
         coverage = cache.coverage(match)
+        if match.owner != self.namespace.digest:
+            await self._adopt(match, packed, deadline)
+            if self._lease is not None:
+                cache.release(self._lease)
+                self._lease = None
+            match = tree.match(self.namespace, packed[: match.num_tokens], published=False)
         while match.num_tokens:
             now = cache.clock.monotonic()
             self._lease = tree.lease(match, owner=self.owner, deadline=None, now=now)
@@ -152,17 +170,77 @@ class Sequence:
             device_pages = cache.tiers[DEVICE].capacity_pages
             reserve = min(cache.layout.pages_for(len(packed) - match.num_tokens) + 1, device_pages // 2)
             await cache.promote(self._lease, max_device_pages=device_pages - reserve, deadline=deadline)
-            again = tree.match(self.namespace, packed[: match.num_tokens])
+            again = tree.match(self.namespace, packed[: match.num_tokens], published=False)
             if again.num_tokens == match.num_tokens:
                 break
             # A page turned out to be damaged and was forgotten with everything below it.
             cache.release(self._lease)
             self._lease, match = None, again
-        if match.num_tokens:
-            self._chain = tree.identities(self._node)[-1].chain
+        self._chain = tree.identities(self._node)[-1].chain if match.num_tokens else self.namespace.digest
         self._tokens = packed[: match.num_tokens].copy()
+        self._published = match.num_tokens
         self.cached_by_tier = _cut(coverage, match.num_tokens)
         return match
+
+    async def _adopt(self, theirs: Match, packed: Tokens, deadline: float) -> None:
+        """Copy what another tenant has published, beyond what is there already, and publish the copies as own pages.
+
+        Ends early, without an error, where a page cannot be read back or room cannot be had. What was copied is leased.
+        """
+        cache, tree, page_size = self.cache, self.cache.tree, self.cache.layout.page_size
+        num_pages = theirs.num_tokens // page_size
+        now = cache.clock.monotonic()
+        reading = tree.lease(theirs, owner=self.owner, deadline=None, now=now)
+        try:
+            if reading.node is not None:
+                tree.touch(reading.node, now, reader=self.namespace)
+            own = tree.match(self.namespace, packed[: theirs.num_tokens], published=False)
+            if own.num_tokens:
+                self._lease = tree.lease(own, owner=self.owner, deadline=None, now=now)
+                self._chain = tree.identities(self._node)[-1].chain
+            done = own.num_tokens // page_size
+            most = max(1, min(ADOPT_PAGES, cache.tiers[DEVICE].capacity_pages // 4))
+            while done < num_pages:
+                slots = await self._copies_of(reading, done, min(most, num_pages - done), deadline)
+                # What has been taken back meanwhile, or lost its beginning, is not published under another name.
+                good = reading.node is not None and reading.node.is_published and self._num_leased() == done
+                if not len(slots) or not good or self._insert(
+                    packed[: (done + len(slots)) * page_size], slots, done
+                ) is None:
+                    cache.free({DEVICE: slots})
+                    break
+                done += len(slots)
+                cache.counters.pages_adopted += len(slots)
+        finally:
+            cache.release(reading)
+
+    async def _copies_of(self, reading: Lease, first_page: int, num_pages: int, deadline: float) -> Slots:
+        """Device pages with copies of leased ones; as many as could be had, from the first on."""
+        cache = self.cache
+        try:
+            slots = await cache.allocate(DEVICE, num_pages, deadline=deadline)
+        except (NoRoom, TierUnavailable):
+            return np.empty(0, np.int32)
+        copied = 0
+        try:
+            while copied < num_pages and (found := self._find_page(reading, first_page + copied)) is not None:
+                if not await cache.copy_page(*found, int(slots[copied]), deadline=deadline):
+                    break
+                copied += 1
+        except BaseException:
+            copied = 0
+            raise
+        finally:
+            cache.free({DEVICE: slots[copied:]})
+        return slots[:copied]
+
+    def _find_page(self, lease: Lease, page: int) -> tuple[Node, int] | None:
+        """Where a page of a leased prefix is: its node and its index there. None when it was damaged and forgotten."""
+        for node in self.cache.path(lease):
+            if page < node.num_pages:
+                return node, page
+            page -= node.num_pages
+        return None
 
     async def _take_partial(self, packed: Tokens, found: Match, deadline: float) -> None:
         """Copy the page that shares some tokens beyond the last whole page into a private one."""
@@ -237,6 +315,7 @@ class Sequence:
         cache = self.cache
         page_size = cache.layout.page_size
         num_tail_tokens = self.length % page_size
+        private = np.array([page.slot for page in self._private], np.int32)
         num_new_pages = cache.layout.pages_for(num_tail_tokens + len(packed)) - (self._tail is not None)
         await self._own_tail(deadline)
         await self._return_to_device(num_new_pages, deadline)
@@ -251,6 +330,8 @@ class Sequence:
             tier_id = cache.fastest(node)
             by_tier.setdefault(tier_id, []).append(node)
             runs.append(Run(tier_id, node.slots(tier_id).copy(), self._refs(node) if tier_id == NVME else ()))
+        if len(private):
+            runs.append(Run(DEVICE, private, ()))
         slots = np.concatenate([np.array([self._tail.slot] if self._tail else [], np.int32), new_slots])
         positions = num_tail_tokens + np.arange(len(packed), dtype=np.int64)
         return StepPlan(
@@ -265,8 +346,10 @@ class Sequence:
 
     def _is_cut(self) -> bool:
         """Whether published pages were forgotten because their last copy was damaged, which no lease prevents."""
-        num_pages = sum(node.num_pages for node in self.cache.path(self._lease))
-        return num_pages * self.cache.layout.page_size != self.published
+        return self._num_leased() * self.cache.layout.page_size != self._published
+
+    def _num_leased(self) -> int:
+        return sum(node.num_pages for node in self.cache.path(self._lease))
 
     def _require_idle(self, problem: str) -> None:
         if self._step is not None or self._beginning:
@@ -284,40 +367,59 @@ class Sequence:
 
         Raises `NotResident` when part of the context was damaged and forgotten since `begin`: the step is then aborted.
         """
-        cache, tree = self.cache, self.cache.tree
+        cache = self.cache
         if self._is_cut():
             self.abort(plan)
             raise NotResident("the cache", "part of the context, damaged in the meantime,")
         self._end(plan)
         page_size = cache.layout.page_size
-        published = self.published
-        tokens = np.concatenate([self._tokens, plan.tokens])
-        slots = np.concatenate([np.array([plan.tail.slot] if plan.tail else [], np.int32), plan.new_slots])
-        num_whole = len(tokens) // page_size
-        num_publish = num_whole - published // page_size
-        self._tokens = tokens
+        self._tokens = np.concatenate([self._tokens, plan.tokens])
         cache.counters.tokens_computed += len(plan.tokens)
-        if num_publish:
-            now = cache.clock.monotonic()
-            self._declare(slots[:num_publish], published)
+        filled = [*([plan.tail] if plan.tail else []), *(PrivatePage(int(slot)) for slot in plan.new_slots)]
+        pages = self._private + filled
+        num_whole = (self.length - self._published) // page_size
+        assert len(pages) - num_whole <= 1, "more than one page is partly filled"
+        self._tail = pages[num_whole] if len(pages) > num_whole else None
+        self._private = pages[:num_whole]
+        self._publish()
+
+    def _publish(self) -> None:
+        """Give the whole private pages to the tree, up to the first that a fork reads as its own; none where the
+        tree has no room."""
+        counters, page_size = self.cache.counters, self.cache.layout.page_size
+        pages = list(takewhile(lambda page: page.num_readers == 1, self._private))
+        if not pages:
+            return
+        first_page = self._published // page_size
+        end = self._published + len(pages) * page_size
+        inserted = self._insert(self._tokens[:end], np.array([page.slot for page in pages], np.int32), first_page)
+        if inserted is None:
+            counters.pages_refused += len(pages)
+            return
+        self._published = end
+        del self._private[: len(pages)]
+        counters.pages_published += len(pages) - len(inserted.duplicates)
+        counters.pages_duplicate += len(inserted.duplicates)
+
+    def _insert(self, tokens: Tokens, slots: Slots, first_page: int) -> Inserted | None:
+        """Insert device pages into the tree and let the lease end where they do; None when its metadata has no room."""
+        cache, tree = self.cache, self.cache.tree
+        now = cache.clock.monotonic()
+        try:
             inserted = tree.insert(
-                self.namespace,
-                tokens[: num_whole * page_size],
-                tier=DEVICE,
-                slots=slots[:num_publish],
-                first_page=published // page_size,
-                now=now,
+                self.namespace, tokens, tier=DEVICE, slots=slots, first_page=first_page, now=now
             )
-            if self._lease is None:
-                self._lease = tree.lease(inserted.node, owner=self.owner, deadline=None, now=now)
-            else:
-                tree.move_lease(self._lease, inserted.node, now)
-            cache.counters.pages_published += num_publish - len(inserted.duplicates)
-            cache.counters.pages_duplicate += len(inserted.duplicates)
-            cache.free({DEVICE: inserted.duplicates})
-        rest = slots[num_publish:]
-        assert len(rest) <= 1, "more than one page is partly filled"
-        self._tail = PrivatePage(int(rest[0])) if len(rest) else None
+        except NoRoom:
+            return None
+        self._declare(tokens, slots, first_page)
+        if self._lease is None:
+            self._lease = tree.lease(inserted.node, owner=self.owner, deadline=None, now=now)
+        else:
+            tree.move_lease(self._lease, inserted.node, now)
+        cache.counters.metadata_dropped_pages += inserted.num_dropped
+        cache.free(inserted.freed)
+        cache.free({DEVICE: inserted.duplicates})
+        return inserted
 
     def abort(self, plan: StepPlan) -> None:
         """The step failed: forget its tokens and give its fresh pages back. Does not wait."""
@@ -342,15 +444,15 @@ class Sequence:
         self._step = None
         self.cache.unpin(plan.pins)
 
-    def _declare(self, slots: Slots, first_token: int) -> None:
+    def _declare(self, tokens: Tokens, slots: Slots, first_page: int) -> None:
         """Tell the device tier which pages its slots hold now, and move the chain digest past them."""
         cache = self.cache
         device, generation = cache.device, cache.tiers[DEVICE].generation
         page_size = cache.layout.page_size
         namespace = self.namespace.digest
         for index, slot in enumerate(slots):
-            start = first_token + index * page_size
-            packed = self._tokens[start : start + page_size].astype("<i4").tobytes()
+            start = (first_page + index) * page_size
+            packed = tokens[start : start + page_size].astype("<i4").tobytes()
             identity = PageIdentity(namespace, self._chain, packed)
             device.declare(int(slot), generation(int(slot)), identity)
             self._chain = identity.chain
@@ -365,7 +467,7 @@ class Sequence:
             self.cache.free({DEVICE: slots})
             raise TierUnavailable(DEVICE, "a page could not be copied within the tier")
         self._tail = copy
-        self._drop_tail(shared)
+        self._drop(shared)
 
     async def _return_to_device(self, num_new_pages: int, deadline: float) -> None:
         """Bring back pages that left the device for others, if the whole context fits: decode prefers residency.
@@ -380,7 +482,7 @@ class Sequence:
         num_pages = sum(node.num_pages for node in path)
         if all(node.residency(DEVICE) is Residency.RESIDENT for node in path):
             return
-        if num_pages + num_new_pages + 1 <= cache.tiers[DEVICE].capacity_pages:
+        if num_pages + len(self._private) + num_new_pages + 1 <= cache.tiers[DEVICE].capacity_pages:
             await cache.promote(self._lease, max_device_pages=num_pages, deadline=deadline)
 
     # -- forks and the end --------------------------------------------------------------------------------------------
@@ -397,10 +499,14 @@ class Sequence:
         if self._lease is not None:
             now = self.cache.clock.monotonic()
             child._lease = self.cache.tree.lease(self._node, owner=self.owner, deadline=None, now=now)
-        child._tokens, child._chain, child._tail = self._tokens, self._chain, self._tail
-        if self._tail is not None:
-            self._tail.num_readers += 1
+        child._tokens, child._chain, child._published = self._tokens, self._chain, self._published
+        child._private, child._tail = list(self._private), self._tail
+        for page in self._private_pages():
+            page.num_readers += 1
         return child
+
+    def _private_pages(self) -> list[PrivatePage]:
+        return [*self._private, *([self._tail] if self._tail is not None else [])]
 
     def close(self) -> None:
         """Give up the lease and the private pages; what was published stays cached. Idempotent, does not wait."""
@@ -409,17 +515,17 @@ class Sequence:
         self._closed = True
         if self._step is not None:
             self.abort(self._step)
-        if self._tail is not None:
-            self._drop_tail(self._tail)
-            self._tail = None
+        for page in self._private_pages():
+            self._drop(page)
+        self._private, self._tail = [], None
         if self._lease is not None:
             self.cache.release(self._lease)
             self._lease = None
 
-    def _drop_tail(self, tail: PrivatePage) -> None:
-        tail.num_readers -= 1
-        if tail.num_readers == 0:
-            self.cache.free({DEVICE: np.array([tail.slot], np.int32)})
+    def _drop(self, page: PrivatePage) -> None:
+        page.num_readers -= 1
+        if page.num_readers == 0:
+            self.cache.free({DEVICE: np.array([page.slot], np.int32)})
 
 
 def _cut(coverage: Coverage, num_tokens: int) -> dict[TierId, int]:

@@ -27,6 +27,7 @@ from hicache.clock import SystemClock
 from hicache.errors import BadRequest, Closed, CorruptPage
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
+from hicache.metadata import check_metadata_bytes
 from hicache.namespace import Namespace
 from hicache.service.snapshot import snapshot_of, stats_of
 from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
@@ -74,6 +75,7 @@ class HiCache:
         nvme_dir: str | os.PathLike[str] | None = None,
         nvme_bytes: int | None = None,
         device: str = "cpu",
+        metadata_bytes: int | None = None,
     ) -> Self:
         """Open a cache for pages of one layout.
 
@@ -84,10 +86,12 @@ class HiCache:
             nvme_dir: directory of the NVMe tier, made if it is missing; None for no such tier.
             nvme_bytes: budget of the NVMe tier; required with `nvme_dir`.
             device: "cpu", or "cuda[:index]" where there is one.
+            metadata_bytes: most memory for the index of what is cached, by its own estimate (about 700 bytes a prefix
+                and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
 
         Raises `BadRequest` naming the field before anything was made, `TierUnavailable` when a tier refuses to open.
         """
-        return cls(_Budgets.checked(layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, device))
+        return cls(_Budgets.checked(layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, device, metadata_bytes))
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
@@ -184,6 +188,32 @@ class HiCache:
             self._built.cache, namespace, tokens, owner=owner, deadline=self._deadline(timeout_s)
         )
         return Sequence(self, self._call(opening, timeout_s=timeout_s))
+
+    def publish(self, namespace: Namespace, tokens: npt.ArrayLike) -> int:
+        """Let every other tenant reuse what is cached of a prefix, a system prompt say, in whole pages.
+
+        Tenants whose namespace is equal in everything else copy it instead of computing it. Nothing else of this tenant
+        is ever visible to them. A page is published until it leaves the cache, is flushed, or `unpublish`.
+        Returns the tokens published, a multiple of the page size; 0 when nothing of it is cached.
+        """
+        cache = self._built.cache
+
+        async def publish() -> int:
+            return cache.publish(namespace, tokens)
+
+        return self._call(publish())
+
+    def unpublish(self, namespace: Namespace, tokens: npt.ArrayLike) -> bool:
+        """End the publication of exactly the tokens that `publish` said it published; True when there was one.
+
+        Copies that other tenants have made meanwhile are theirs and stay.
+        """
+        cache = self._built.cache
+
+        async def unpublish() -> bool:
+            return cache.unpublish(namespace, tokens)
+
+        return self._call(unpublish())
 
     def stats(self) -> dict[str, Any]:
         """Occupancy, lanes and counters, as JSON-able values. See `hicache.service.snapshot`."""
@@ -338,6 +368,7 @@ class _Budgets:
     nvme_dir: Path | None
     nvme_bytes: int
     device: str
+    metadata_bytes: int | None
 
     @classmethod
     def checked(
@@ -348,6 +379,7 @@ class _Budgets:
         nvme_dir: str | os.PathLike[str] | None,
         nvme_bytes: int | None,
         device: str,
+        metadata_bytes: int | None,
     ) -> "_Budgets":
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes}
         if (nvme_dir is None) != (nvme_bytes is None):
@@ -357,7 +389,10 @@ class _Budgets:
         for name, value in budgets.items():
             if value < layout.page_bytes:
                 raise BadRequest(name, f"{value} bytes are less than one page of {layout.page_bytes} bytes")
-        return cls(layout, device_bytes, host_bytes, Path(nvme_dir) if nvme_dir else None, nvme_bytes or 0, device)
+        num_tiers = 2 if nvme_dir is None else 3
+        check_metadata_bytes(metadata_bytes, page_size=layout.page_size, num_tiers=num_tiers)
+        directory = Path(nvme_dir) if nvme_dir else None
+        return cls(layout, device_bytes, host_bytes, directory, nvme_bytes or 0, device, metadata_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +426,6 @@ async def _build(budgets: _Budgets) -> _Parts:
             nvme = NvmeTier.open(budgets.nvme_dir, layout=layout, capacity_bytes=budgets.nvme_bytes, clock=clock)
             await opened(nvme)
             tiers[NVME] = nvme
-        cache = Cache(layout, tiers, clock=clock)
+        cache = Cache(layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes)
         stack.pop_all()
         return _Parts(cache, device, host, nvme)

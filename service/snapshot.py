@@ -4,7 +4,7 @@
 
     {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes", "counters": {NAME: count}}},
      "lanes": {"host->nvme": {"pages", "bytes", "failed", "cancelled", "queued_pages", "busy_s", "bandwidth"}},
-     "counters": {...}, "num_nodes", "num_leases"}
+     "counters": {...}, "num_nodes", "num_leases", "metadata_bytes" (an estimate), "metadata_budget" (bytes or null)}
 
 with tiers fast to slow. `used_pages` counts every slot that is not free: pages of the tree, pages that requests are
 computing, and pages on their way in. `snapshot_of` adds `"format"`, `"time"` (seconds since 1970, UTC), `"layout"` and
@@ -12,7 +12,7 @@ computing, and pages on their way in. `snapshot_of` adds `"format"`, `"time"` (s
 
     {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
      "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
-     "leases"}
+     "leases", "published" (to other tenants), "reported": {"device:SESSION/RANK": pages it says it has}}
 """
 
 import asyncio
@@ -59,6 +59,8 @@ def stats_of(cache: Cache) -> dict[str, Any]:
         "counters": dataclasses.asdict(cache.counters),
         "num_nodes": cache.tree.num_nodes,
         "num_leases": cache.tree.num_leases,
+        "metadata_bytes": cache.tree.metadata_bytes,
+        "metadata_budget": cache.tree.metadata_budget,
     }
 
 
@@ -87,6 +89,8 @@ async def snapshot_of(cache: Cache) -> dict[str, Any]:
                 },
                 "age_s": max(0.0, now - info.last_access),
                 "leases": info.num_leases,
+                "published": info.is_published,
+                "reported": {str(instance): pages for instance, pages in info.reported.items()},
             })
         await asyncio.sleep(0)
     return {

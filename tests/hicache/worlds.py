@@ -72,8 +72,8 @@ class Setup:
     def tiers(self) -> list[SimulatedTier]:
         return [tier for tier in (self.device, self.host, self.nvme) if tier is not None]
 
-    def request(self, namespace: Namespace = MODEL) -> "Request":
-        return Request(self, namespace)
+    def request(self, namespace: Namespace = MODEL, *, stamped_as: Namespace | None = None) -> "Request":
+        return Request(self, namespace, stamped_as or namespace)
 
     def check(self) -> None:
         """What must hold at any moment when no step is between its parts."""
@@ -102,6 +102,7 @@ async def opened(
     host_pages: int = 16,
     nvme_pages: int | None = 64,
     faults: Faults | None = None,
+    metadata_bytes: int | None = None,
 ) -> AsyncIterator[Setup]:
     """A cache that runs for the length of the block, on tiers with jitter and, if asked, faults."""
 
@@ -123,16 +124,18 @@ async def opened(
     tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
     if nvme is not None:
         tiers[NVME] = nvme
-    async with Cache(LAYOUT, tiers, clock=world) as cache:
+    async with Cache(LAYOUT, tiers, clock=world, metadata_bytes=metadata_bytes) as cache:
         yield Setup(cache, device, host, nvme)
 
 
 class Request:
     """One request, the way an engine makes it: find, compute what is missing step by step, give up the lease."""
 
-    def __init__(self, setup: Setup, namespace: Namespace) -> None:
+    def __init__(self, setup: Setup, namespace: Namespace, stamped_as: Namespace) -> None:
         self.setup = setup
         self.namespace = namespace
+        self.stamped_as = stamped_as
+        """Whose stamps its pages carry: where tenants share pages, all have the same, as KV does not name a tenant."""
         self.sequence: Sequence | None = None
 
     async def open(self, tokens: Seq[int], *, deadline_s: float = 60.0) -> Sequence:
@@ -174,13 +177,13 @@ class Request:
         return found
 
     def _write(self, plan: StepPlan, before: list[int], tokens: Seq[int]) -> None:
-        written = stamps(self.namespace, [*before, *tokens])[len(before) :]
+        written = stamps(self.stamped_as, [*before, *tokens])[len(before) :]
         for flat, stamp in zip(plan.slot_mapping.tolist(), written, strict=True):
             slot, offset = divmod(flat, PAGE_SIZE)
             self.setup.device._view(slot)[offset * TOKEN_BYTES : (offset + 1) * TOKEN_BYTES] = stamp
 
     async def _check_context(self, plan: StepPlan, before: list[int]) -> None:
-        expected = stamps(self.namespace, before)
+        expected = stamps(self.stamped_as, before)
         position = 0
         for run in plan.runs:
             for data in await self._pages(run):

@@ -1,5 +1,6 @@
 """The embedded cache with its real tiers: what was computed is attended to, wherever it lies, and found again."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -21,13 +22,19 @@ SCALE = DIM**-0.5
 
 
 def open_cache(
-    tmp_path: Path, *, device_pages: int = 16, host_pages: int = 32, nvme_pages: int | None = 256
+    tmp_path: Path,
+    *,
+    device_pages: int = 16,
+    host_pages: int = 32,
+    nvme_pages: int | None = 256,
+    metadata_bytes: int | None = None,
 ) -> HiCache:
     nvme = {} if nvme_pages is None else {"nvme_dir": tmp_path / "nvme", "nvme_bytes": nvme_pages * 2 * 49152}
     return hicache.HiCache.open(
         LAYOUT,
         device_bytes=device_pages * LAYOUT.page_bytes,
         host_bytes=host_pages * LAYOUT.page_bytes,
+        metadata_bytes=metadata_bytes,
         **nvme,  # type: ignore[arg-type]  # both or neither
     )
 
@@ -98,6 +105,53 @@ def test_outputs_are_those_of_plain_attention_and_prefixes_come_from_every_tier(
         assert stats["num_leases"] == 0
         assert stats["lanes"]["nvme->host"]["bytes"] > 0
         assert stats["counters"]["failed_moves"] == {}
+
+
+def test_another_tenant_attends_to_a_published_prefix(tmp_path: Path) -> None:
+    """Outputs over copied pages are those of plain attention, wherever the publisher's pages were."""
+    model = Model()
+    other = dataclasses.replace(MODEL, tenant="another")
+    with open_cache(tmp_path) as cache:
+        system, published = prompt(1, 100), 96
+        for document in [1, *range(2, 9)]:
+            tokens = prompt(document, 100)
+            with cache.sequence(MODEL, tokens) as sequence:
+                model.run(sequence, tokens)
+            if document == 1:
+                assert cache.publish(MODEL, system) == published
+        found_in = cache.match(other, system).by_tier
+        assert found_in.keys() == {HOST, NVME}
+        assert sum(found_in.values()) == published
+        tokens = [*system, *prompt(9, 60)]
+        for found in (published, len(tokens) - 1):
+            with cache.sequence(other, tokens) as sequence:
+                assert sequence.num_cached == found
+                outputs = model.run(sequence, tokens)
+            assert_close(outputs, model.expected(tokens, len(tokens) - found))
+        assert cache.stats()["counters"]["pages_adopted"] == published // PAGE
+        assert {node["published"] for node in cache.snapshot()["nodes"]} == {True, False}
+        assert cache.unpublish(MODEL, system[:published])
+        assert not cache.unpublish(MODEL, system[:published])
+        assert cache.match(dataclasses.replace(MODEL, tenant="a third"), system).num_tokens == 0
+        assert cache.publish(MODEL, prompt(77, 100)) == 0
+
+
+def test_the_index_stays_within_its_budget(tmp_path: Path) -> None:
+    model = Model()
+    with pytest.raises(BadRequest, match="metadata_bytes: 100 is not a number of bytes from"):
+        open_cache(tmp_path, metadata_bytes=100)
+    assert not list(tmp_path.iterdir()), "nothing was made"
+    with open_cache(tmp_path, metadata_bytes=10_000) as cache:
+        for document in range(20):
+            tokens = prompt(document, 40)
+            with cache.sequence(MODEL, tokens) as sequence:
+                assert_close(model.run(sequence, tokens), model.expected(tokens, 40))
+        stats = cache.stats()
+        assert stats["metadata_budget"] == 10_000
+        assert 5_000 < stats["metadata_bytes"] <= 10_000
+        assert stats["counters"]["metadata_dropped_pages"] > 0
+        assert cache.match(MODEL, prompt(19, 40)).num_tokens == 32
+        assert cache.match(MODEL, prompt(0, 40)).num_tokens == 0
 
 
 def test_a_context_larger_than_device_and_host_streams_from_nvme(tmp_path: Path) -> None:
