@@ -7,16 +7,18 @@ Three rules, on which the promises of the project rest:
 
 1. A page is copied first and dropped afterwards. Between the two it is in both tiers, never in neither.
 2. What a decision rested on is looked at again after every `await`: nodes split, leases come and go meanwhile.
-3. Whoever starts a move does not own its end. A task of the cache completes every move, whatever became of the
-   request that asked for it; so a cancelled request leaves neither a lost slot nor a page in flight.
+3. Whoever starts a copy does not own its end. A task of the cache completes every move and every copy of a page,
+   whatever became of the request that asked for it; so a cancelled request leaves neither a lost slot nor a page in
+   flight, and no tier's coroutine is ever cancelled.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,7 @@ from hicache.tier import (
     HOST,
     NVME,
     Outcome,
+    PageIdentity,
     PageRead,
     PageWrite,
     Slots,
@@ -51,6 +54,12 @@ DRAIN_S: Final = 10.0
 _SLOWER: Final = {DEVICE: HOST, HOST: NVME}
 OWN_TIERS: Final = (DEVICE, HOST, NVME)
 """Tiers a cache may have, fast to slow. The host tier is always there: every lane has it at one end."""
+
+NO_SLOTS: Final[Slots] = np.empty(0, np.int32)
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -195,6 +204,7 @@ class Cache:
 
     async def _close_lanes(self) -> None:
         self._closing = True
+        self._wake()
         drain_until = self.clock.monotonic() + DRAIN_S
         for lane in self._lanes.values():
             await lane.close(drain_until=drain_until)
@@ -256,20 +266,24 @@ class Cache:
         tier = self.tiers[tier_id]
         if num_pages > tier.capacity_pages:
             raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
+        self._require_open()
         while tier.num_free < num_pages:
-            if self._closing:
-                raise Closed("the cache is closing")
             num_changes = self._num_changes
-            if await self._make_room(tier_id, num_pages - tier.num_free, deadline=deadline):
-                continue
-            if self._num_changes != num_changes:
+            made_room = await self._make_room(tier_id, num_pages - tier.num_free, deadline=deadline)
+            self._require_open()
+            if made_room or self._num_changes != num_changes:
                 continue
             # A tier below counts too: what cannot be demoted now may be when it has room again.
             under_way = any(self._under_way[each] for each in self._from(tier_id))
             if not wait or not (under_way or self._holders):
                 raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
             await self._wait(self._progress, deadline)
+            self._require_open()
         return tier.allocate(num_pages)
+
+    def _require_open(self) -> None:
+        if self._closing:
+            raise Closed("the cache is closed")
 
     async def _make_room(self, tier_id: TierId, num_pages: int, *, deadline: float) -> bool:
         """Let at most `num_pages` pages leave a tier, coldest first; False when none could."""
@@ -318,7 +332,7 @@ class Cache:
         needs them, else they stay. Returns the pages that left."""
         target_id = _SLOWER.get(tier_id)
         target = self.tiers.get(target_id) if target_id else None
-        slots = np.empty(0, np.int32)
+        slots = NO_SLOTS
         # Pinned while room is made below and the copies run, so that nobody else takes them; a split meanwhile adds
         # the new half to the pin.
         pin = self.tree.pin(nodes, tier_id)
@@ -343,7 +357,7 @@ class Cache:
             fragments = list(pin.nodes)
             if target is not None and len(slots):
                 target.free(slots)
-            self._free_slots(self.tree.unpin(pin))
+            self.free(self.tree.unpin(pin))
             self._under_way[tier_id] -= 1
             # If nothing was even tried, nothing is new for others who wait: two of them would wake each other for ever.
             if self._num_moves != num_moves:
@@ -363,7 +377,7 @@ class Cache:
             try:
                 return tier.allocate(min(num_pages, tier.num_free))
             except (NoRoom, TierUnavailable):
-                return np.empty(0, np.int32)
+                return NO_SLOTS
 
     def _evict(self, node: Node, tier_id: TierId) -> int:
         """The node's copy leaves the tier. Returns its pages."""
@@ -381,8 +395,11 @@ class Cache:
         """Begin to copy a node from one tier to a neighbouring one, into `slots` of the target; returns at once.
 
         The node is resident in `source` and absent in `target`. From here on the slots belong to the move: they end in
-        the tree or are freed, whether anybody still waits or not.
+        the tree or are freed, whether anybody still waits or not. Raises `Closed`, and they are freed.
         """
+        if self._closing:
+            self.free({target: slots})
+            self._require_open()
         move = self.tree.start_move(node, source=source, target=target, slots=slots)
         from_tier, to_tier = self.tiers[source], self.tiers[target]
         pages = [
@@ -515,6 +532,8 @@ class Cache:
 
     def forget(self, node: Node, tier_id: TierId, first_page: int) -> None:
         """A tier cannot give a node's pages back from `first_page` on: they are not offered from there any more."""
+        if not node.is_live or node.residency(tier_id) is not Residency.RESIDENT:
+            return
         _count(self.counters.corrupt_pages, tier_id, node.num_pages - first_page)
         self.free(self.tree.forget(node, tier_id, first_page))
 
@@ -530,36 +549,82 @@ class Cache:
     async def copy_page(self, node: Node, page: int, target_slot: int, *, deadline: float) -> bool:
         """Copy one page of a node, from wherever it is, into a device slot that is not in the tree.
 
-        False if it cannot be had. The copy is the caller's own, whatever becomes of the node.
+        False if it cannot be had. The copy is the caller's own, whatever becomes of the node. Once this has ended, by
+        an exception too, nothing is copied into the slot any more. Raises `DeadlineExceeded`, `Closed`.
         """
         tier_id = self.fastest(node)
-        slot = int(node.slots(tier_id)[page])
-        identity = self.tree.identities(node)[page]
+        slot, identity = int(node.slots(tier_id)[page]), self.tree.identities(node)[page]
+        if tier_id == NVME:
+            aside = await self._read_aside(node, slot, identity, deadline)
+            try:
+                return len(aside) > 0 and await self._copy_to_device(int(aside[0]), identity, target_slot)
+            finally:
+                self.free({HOST: aside})
         pins = self.pin({tier_id: [node]})
-        staging = np.empty(0, np.int32)
         try:
             if tier_id == DEVICE:
                 return await self.copy_device_page(slot, target_slot)
-            if tier_id == NVME:
-                staging = await self._allocate_up_to(HOST, 1, deadline=deadline)
-                if not len(staging):
-                    return False
-                source = self.tiers[NVME]
-                into = self._host_view(int(staging[0]))
-                outcomes = await source.read([PageRead(slot, source.generation(slot), identity, into)])
-                if outcomes != [Outcome.OK]:
-                    return False
-            device = self.tiers[DEVICE]
-            data = self._host_view(int(staging[0]) if len(staging) else slot)
-            outcomes = await device.write([PageWrite(target_slot, device.generation(target_slot), identity, data)])
-            return outcomes == [Outcome.OK]
+            return await self._copy_to_device(slot, identity, target_slot)
         finally:
-            self.free({HOST: staging})
             self.unpin(pins)
 
     async def copy_device_page(self, source_slot: int, target_slot: int) -> bool:
-        """Copy one device page onto another, all layers; True when it was copied."""
-        return await self.device.copy_page(source_slot, target_slot) is Outcome.OK
+        """Copy one device page onto another, all layers; True when it was copied. Ends as `copy_page` does."""
+        return await self._to_the_end(self.device.copy_page(source_slot, target_slot)) is Outcome.OK
+
+    async def _copy_to_device(self, host_slot: int, identity: PageIdentity, target_slot: int) -> bool:
+        device = self.tiers[DEVICE]
+        write = PageWrite(target_slot, device.generation(target_slot), identity, self._host_view(host_slot))
+        return await self._to_the_end(device.write([write])) == [Outcome.OK]
+
+    async def _to_the_end(self, copy: Coroutine[Any, Any, T]) -> T | None:
+        """Run a copy between pages in memory as a task of the cache. Returns, even when cancelled, only after it has
+        ended: until then its slots are in use. None if the tier raised against its contract."""
+        if self._closing:
+            copy.close()
+            self._require_open()
+        task = self._tasks.create_task(_guarded(copy))
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return task.result()
+
+    async def _read_aside(self, node: Node, slot: int, identity: PageIdentity, deadline: float) -> Slots:
+        """Read a page from NVMe into a host slot that is not in the tree: `[1]`, the caller's; `[0]` if it cannot be
+        had. A disk may hang: a request that is late or cancelled leaves both slots to the read."""
+        self._require_open()
+        reading = _Reading(slot, identity, self.pin({NVME: [node]}))
+        self._tasks.create_task(self._carry_out_reading(reading, deadline), name=f"read {NVME} aside")
+        try:
+            await self._wait(reading.done, deadline)
+        except BaseException:
+            reading.is_wanted = False
+            self.free({HOST: reading.host_slots})
+            raise
+        return reading.host_slots
+
+    async def _carry_out_reading(self, reading: "_Reading", deadline: float) -> None:
+        outcomes = None
+        slots = NO_SLOTS
+        try:
+            slots = await self._allocate_up_to(HOST, 1, deadline=deadline)
+            if len(slots):
+                nvme, slot, into = self.tiers[NVME], reading.slot, self._host_view(int(slots[0]))
+                page = PageRead(slot, nvme.generation(slot), reading.identity, into)
+                outcomes = await _guarded(nvme.read([page]))
+        except (DeadlineExceeded, Closed):
+            pass  # whoever waits for it is told the same
+        if outcomes == [Outcome.OK] and reading.is_wanted:
+            reading.host_slots = slots
+        else:
+            self.free({HOST: slots})
+        self.unpin(reading.pins)
+        reading.done.set()
 
     def release(self, lease: Lease) -> None:
         """End a lease: pages that nobody else needs may leave now."""
@@ -604,6 +669,29 @@ class Moving:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     outcomes: tuple[Outcome | None, ...] = ()
     """One a page, once `done` is set; None for a page that was never copied."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A page on its way from NVMe to a host slot that is not in the tree."""
+
+    slot: int
+    identity: PageIdentity
+    pins: tuple[Pin, ...]
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    is_wanted: bool = True
+    """Nobody has given up waiting for it."""
+    host_slots: Slots = field(default_factory=lambda: NO_SLOTS)
+    """Where the page is once `done` is set: `[1]`, or `[0]` if it could not be read."""
+
+
+async def _guarded(copy: Coroutine[Any, Any, T]) -> T | None:
+    """What a tier's coroutine returns; None if it raised against its contract, which must not end the cache."""
+    try:
+        return await copy
+    except Exception:
+        _log.exception("a copy raised instead of reporting")
+        return None
 
 
 def _covering(nodes: Sequence[Node], num_pages: int) -> list[Node]:

@@ -121,7 +121,8 @@ class Sequence:
         """
         if namespace.layout != cache.layout:
             raise BadRequest("namespace.layout", "is not the layout of this cache")
-        packed = pack_tokens(tokens)
+        # Copied: whoever asks may write to the array again while this waits.
+        packed = pack_tokens(tokens).copy()
         if not len(packed):
             raise BadRequest("tokens", "is empty; a sequence needs at least one token")
         sequence = cls(cache, namespace, owner=owner)
@@ -170,12 +171,13 @@ class Sequence:
             device_pages = cache.tiers[DEVICE].capacity_pages
             reserve = min(cache.layout.pages_for(len(packed) - match.num_tokens) + 1, device_pages // 2)
             await cache.promote(self._lease, max_device_pages=device_pages - reserve, deadline=deadline)
-            again = tree.match(self.namespace, packed[: match.num_tokens], published=False)
-            if again.num_tokens == match.num_tokens:
+            if cache.path(self._lease):
                 break
-            # A page turned out to be damaged and was forgotten with everything below it.
+            # A page turned out to be damaged and was forgotten with everything below it; some of it may be there again,
+            # from somebody who computed it meanwhile.
             cache.release(self._lease)
-            self._lease, match = None, again
+            self._lease = None
+            match = tree.match(self.namespace, packed[: match.num_tokens], published=False)
         self._chain = tree.identities(self._node)[-1].chain if match.num_tokens else self.namespace.digest
         self._tokens = packed[: match.num_tokens].copy()
         self._published = match.num_tokens
@@ -248,23 +250,22 @@ class Sequence:
         match = cache.tree.match(self.namespace, packed[:-1])
         if match.partial is None or match.num_tokens != found.num_tokens:
             return
-        partial = match.partial
-        tier_id = cache.fastest(partial.node)
         try:
-            slots = await cache.allocate(DEVICE, 1, deadline=deadline)
+            # Without waiting for others: part of a page is not worth it.
+            slots = await cache.allocate(DEVICE, 1, deadline=deadline, wait=False)
         except (NoRoom, TierUnavailable):
             return
         # Room may have cost the page itself; what was matched is looked up again.
         match = cache.tree.match(self.namespace, packed[:-1])
-        copied = False
+        partial, tier_id, copied = match.partial, DEVICE, False
         try:
-            if match.partial is not None and match.num_tokens == found.num_tokens:
-                partial = match.partial
+            if partial is not None and match.num_tokens == found.num_tokens:
+                tier_id = cache.fastest(partial.node)
                 copied = await cache.copy_page(partial.node, partial.page, int(slots[0]), deadline=deadline)
         finally:
             if not copied:
                 cache.free({DEVICE: slots})
-        if not copied:
+        if not copied or partial is None:
             return
         self._tail = PrivatePage(int(slots[0]))
         self._tokens = packed[: found.num_tokens + partial.num_tokens].copy()
@@ -295,10 +296,10 @@ class Sequence:
         there can be, `TierUnavailable` when the device fails, `DeadlineExceeded`, `Closed`; the sequence is as before.
         `NotResident` when part of the context was damaged and forgotten since: the sequence can only be closed then.
         """
-        if self._closed:
-            raise Closed("the sequence is closed")
+        self._require_open()
         self._require_idle("another step of this sequence is under way; commit or abort it first")
-        packed = pack_tokens(tokens)
+        # Copied: an engine may write its next token to the array before it commits.
+        packed = pack_tokens(tokens).copy()
         if not len(packed):
             raise BadRequest("tokens", "is empty; a step needs at least one token")
         self._beginning = True
@@ -306,9 +307,6 @@ class Sequence:
             self._step = await self._plan(packed, deadline)
         finally:
             self._beginning = False
-        if self._closed:
-            self.abort(self._step)
-            raise Closed("the sequence was closed meanwhile")
         return self._step
 
     async def _plan(self, packed: Tokens, deadline: float) -> StepPlan:
@@ -321,8 +319,9 @@ class Sequence:
         await self._return_to_device(num_new_pages, deadline)
         new_slots = await cache.allocate(DEVICE, num_new_pages, deadline=deadline)
         # From here on nothing waits: what is pinned is what was looked at.
-        if self._is_cut():
+        if self._closed or self._is_cut():
             cache.free({DEVICE: new_slots})
+            self._require_open()
             raise NotResident("the cache", "part of the context, damaged in the meantime,")
         by_tier: dict[TierId, list[Node]] = {}
         runs: list[Run] = []
@@ -350,6 +349,10 @@ class Sequence:
 
     def _num_leased(self) -> int:
         return sum(node.num_pages for node in self.cache.path(self._lease))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise Closed("the sequence is closed")
 
     def _require_idle(self, problem: str) -> None:
         if self._step is not None or self._beginning:
@@ -461,12 +464,24 @@ class Sequence:
         """Copy on write: the tail page is written to next, so it must be nobody else's."""
         if self._tail is None or self._tail.num_readers == 1:
             return
-        slots = await self.cache.allocate(DEVICE, 1, deadline=deadline)
-        shared, copy = self._tail, PrivatePage(int(slots[0]))
-        if not await self.cache.copy_device_page(shared.slot, copy.slot):
-            self.cache.free({DEVICE: slots})
+        cache = self.cache
+        slots = await cache.allocate(DEVICE, 1, deadline=deadline)
+        shared, copied = self._tail, False
+        try:
+            if not self._closed:
+                # One reader more: until the copy has ended the page is nobody's to reuse, whoever closes meanwhile.
+                shared.num_readers += 1
+                try:
+                    copied = await cache.copy_device_page(shared.slot, int(slots[0]))
+                finally:
+                    self._drop(shared)
+        finally:
+            if not copied or self._closed:
+                cache.free({DEVICE: slots})
+        self._require_open()
+        if not copied:
             raise TierUnavailable(DEVICE, "a page could not be copied within the tier")
-        self._tail = copy
+        self._tail = PrivatePage(int(slots[0]))
         self._drop(shared)
 
     async def _return_to_device(self, num_new_pages: int, deadline: float) -> None:
@@ -492,8 +507,7 @@ class Sequence:
 
         Raises `BadRequest` while a step is under way, `Closed`, `NotResident` as `begin` does.
         """
-        if self._closed:
-            raise Closed("the sequence is closed")
+        self._require_open()
         self._require_idle("a sequence cannot fork while a step is under way")
         child = Sequence(self.cache, self.namespace, owner=self.owner)
         if self._lease is not None:

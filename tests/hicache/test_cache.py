@@ -232,6 +232,79 @@ def test_a_damaged_page_shortens_what_is_found() -> None:
     run_simulated(main, 0)
 
 
+def test_a_damaged_page_that_somebody_else_recomputes_meanwhile_is_found_again() -> None:
+    """The lease of the first request is on pages that left; those that took their place look just the same."""
+
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=30, host_pages=30, nvme_pages=64) as setup:
+            cache, nvme = setup.cache, setup.nvme
+            assert nvme is not None
+            tokens = prompt(1, 73)
+            await setup.request().run(tokens)
+            await setup.request().run(prompt(1, 73, branch=1, shared=64))
+            for tier_id in (DEVICE, HOST):
+                cache.free({tier_id: await cache.allocate(tier_id, 30, deadline=world.monotonic() + 10)})
+            match = cache.tree.match(MODEL, int32(tokens))
+            assert cache.coverage(match).by_tier == {NVME: 72}
+            assert [node.num_pages for node in match.nodes] == [16, 2], "they are read in two calls"
+            nvme._held[int(match.nodes[0].slots(NVME)[0])] = None
+
+            def slow_down(operation: str, pages: object) -> None:
+                nvme.latency_s = 5 if nvme.in_flight_pages > 16 else 1e-4
+
+            nvme.watch = slow_down
+            first = setup.request()
+            async with asyncio.TaskGroup() as group:
+                opening = group.create_task(first.open(tokens))
+                while not cache.counters.corrupt_pages:
+                    await asyncio.sleep(0.001)
+                assert await setup.request().run(tokens) == 0
+                assert not opening.done()
+            assert opening.result().length == 72
+            await first.step(tokens[72:])
+            opening.result().close()
+            setup.check_quiet()
+
+    run_simulated(main, 0)
+
+
+def test_tokens_are_those_that_were_given_whatever_becomes_of_the_array() -> None:
+    async def main(world: World) -> None:
+        async with opened(world) as setup:
+            request = setup.request()
+            sequence = await request.open(prompt(1, 9))
+            array, deadline = int32(prompt(1, 8)), world.monotonic() + 1
+            plan = await sequence.begin(array, deadline=deadline)
+            request._write(plan, [], prompt(1, 8))
+            array[:] = 7
+            sequence.commit(plan)
+            assert sequence.tokens.tolist() == prompt(1, 8)
+            sequence.close()
+            assert await setup.request().run(prompt(1, 9)) == 8
+
+    run_simulated(main, 0)
+
+
+def test_a_partial_page_is_not_waited_for() -> None:
+    """Somebody's step has the whole device for a while: a request that could use part of a page opens all the same."""
+
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=6, host_pages=8, nvme_pages=64) as setup:
+            await setup.request().run(prompt(1, 8))
+            other = setup.request()
+            sequence = await other.open(prompt(2, 24))
+            plan = await sequence.begin(prompt(2, 24), deadline=world.monotonic() + 1)
+            request = setup.request()
+            assert (await request.open(prompt(1, 8, branch=1, shared=6), deadline_s=1)).length == 4
+            sequence.abort(plan)
+            for each in (sequence, request.sequence):
+                assert each is not None
+                each.close()
+            setup.check_quiet()
+
+    run_simulated(main, 0)
+
+
 def test_case_c13_a_demotion_without_room_below_claims_nothing() -> None:
     """Device and host of 4 pages, the host full of pinned pages: room on the device is made by dropping, or refused."""
 
@@ -338,6 +411,7 @@ async def _history(world: World, faults: Faults) -> None:
         # Room for one request at a time is there again: the system is live, whatever happened before.
         for tier in setup.tiers:
             tier.faults = Faults()
+        await setup.quiet()
         setup.check_quiet()
         assert await setup.request().run(prompt(99, 17), chunk=8) == 0
         assert await setup.request().run(prompt(99, 17), chunk=8) in (16, 0)
