@@ -256,8 +256,8 @@ def test_a_damaged_page_that_somebody_else_recomputes_meanwhile_is_found_again()
             first = setup.request()
             async with asyncio.TaskGroup() as group:
                 opening = group.create_task(first.open(tokens))
-                while not cache.counters.corrupt_pages:
-                    await asyncio.sleep(0.001)
+                await asyncio.sleep(1)
+                assert cache.counters.corrupt_pages == {NVME: 1}
                 assert await setup.request().run(tokens) == 0
                 assert not opening.done()
             assert opening.result().length == 72

@@ -7,8 +7,10 @@ flushed.
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any, Final
 
 import pytest
@@ -16,7 +18,7 @@ import pytest
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, NotResident, TierUnavailable
 from hicache.sequence import Sequence
 from tests.hicache.worlds import MODEL, Request, Setup, UnreadablePage, int32, opened, prompt
-from tests.simulation import Faults, UnexpectedFault, World, run_simulated
+from tests.simulation import Faults, World, run_simulated
 
 REFUSALS: Final = (BadRequest, Closed, DeadlineExceeded, NoRoom, NotResident, TierUnavailable, UnreadablePage)
 """What a request may be told: `BadRequest` by a step that was ended under it."""
@@ -26,19 +28,27 @@ REFUSALS: Final = (BadRequest, Closed, DeadlineExceeded, NoRoom, NotResident, Ti
 def watched(work: Awaitable[None], at_wait: Callable[[], None]) -> Generator[Any, Any, None]:
     """Run `work`, and `at_wait` each time that it waits for something."""
     steps = work.__await__()
-    advance: Callable[[], Any] = lambda: next(steps)  # noqa: E731  # the first of several
+    thrown: BaseException | None = None
     while True:
         try:
-            waits_for = advance()
+            waits_for = next(steps) if thrown is None else steps.throw(thrown)
         except StopIteration:
             return
         at_wait()
+        thrown = None
         try:
             yield waits_for
-            advance = lambda: next(steps)  # noqa: E731
         except BaseException as error:
             thrown = error
-            advance = lambda: steps.throw(thrown)  # noqa: E731
+
+
+def repeat(main: Callable[[World, int], Coroutine[Any, Any, bool]]) -> int:
+    """Run `main` with 1, 2, 3 and so on until it returns false; returns the last of these numbers."""
+
+    def run(number: int) -> bool:
+        return run_simulated(lambda world: main(world, number), number)
+
+    return next(number for number in count(1) if not run(number))
 
 
 class Script:
@@ -88,10 +98,8 @@ class Script:
         self.close()
 
     async def _step_beside(self, request: Request, tokens: list[int]) -> None:
-        try:
+        with suppress(*REFUSALS):
             await watched(request.step(tokens, deadline_s=self._left()), self._wait)
-        except REFUSALS:
-            pass
 
     def _left(self) -> float:
         return self.deadline - self.setup.cache.clock.monotonic()
@@ -155,21 +163,18 @@ def forget(setup: Setup, script: Script, task: "asyncio.Task[None]") -> None:
 @pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside another"])
 @pytest.mark.parametrize("blow", [cancel, close, flush, forget])
 def test_a_request_is_struck_at_every_wait(blow: Blow, is_alone: bool) -> None:
-    async def main(world: World, strike_at: int) -> bool:
+    async def main(world: World, number: int) -> bool:
         async with opened(world, device_pages=8, host_pages=8, nvme_pages=64) as setup:
             await prepare(setup)
-            script = Script(setup, world.monotonic() + 60, lambda: strike(blow, setup, script, task, strike_at))
+            script = Script(setup, world.monotonic() + 60, lambda: strike(blow, setup, script, task, number))
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(script.run_refused())
                 if not is_alone:
                     group.create_task(neighbour(setup))
             await check_after(setup)
-        return len(script.waits) >= strike_at
+        return len(script.waits) >= number
 
-    strike_at = 1
-    while run_simulated(lambda world: main(world, strike_at), strike_at):
-        strike_at += 1
-    assert strike_at > 20, "the script hardly waits"
+    assert repeat(main) > 20, "the script hardly waits"
 
 
 def strike(blow: Blow, setup: Setup, script: Script, task: "asyncio.Task[None]", strike_at: int) -> None:
@@ -187,18 +192,18 @@ def test_the_deadline_passes_at_every_wait() -> None:
             await check_after(setup)
         return script.waits
 
-    for moment in run_simulated(lambda world: main(world, None), 0):
-        run_simulated(lambda world, deadline=moment: main(world, deadline), 0)  # type: ignore[misc]  # bound at once
+    for moment in run_simulated(partial(main, deadline=None), 0):
+        run_simulated(partial(main, deadline=moment), 0)
 
 
 def test_the_cache_closes_at_every_wait() -> None:
     """Requests under way are told so, at once, and what they held is given back."""
 
-    async def main(world: World, strike_at: int) -> bool:
+    async def main(world: World, number: int) -> bool:
         leave = asyncio.Event()
 
         def at_wait() -> None:
-            if len(script.waits) == strike_at:
+            if len(script.waits) == number:
                 leave.set()
 
         async with asyncio.TaskGroup() as group:
@@ -213,11 +218,9 @@ def test_the_cache_closes_at_every_wait() -> None:
         assert world.monotonic() <= closed_at + 0.3
         setup.check_quiet()
         assert setup.cache.tree.num_leases == 0
-        return len(script.waits) >= strike_at
+        return len(script.waits) >= number
 
-    strike_at = 1
-    while run_simulated(lambda world: main(world, strike_at), strike_at):
-        strike_at += 1
+    repeat(main)
 
 
 def test_tiers_that_raise_end_a_copy_and_not_the_cache() -> None:
@@ -228,8 +231,7 @@ def test_tiers_that_raise_end_a_copy_and_not_the_cache() -> None:
             await prepare(setup)
             for tier in setup.tiers:
                 tier.faults = Faults(raises=1.0)
-            with suppress(UnexpectedFault):  # of the reads that the script makes itself
-                await Script(setup, world.monotonic() + 60).run_refused()
+            await Script(setup, world.monotonic() + 60).run_refused()
             for tier in setup.tiers:
                 tier.faults = Faults()
             await check_after(setup)

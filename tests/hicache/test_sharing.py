@@ -239,6 +239,7 @@ async def _tenants(world: World, faults: Faults) -> Counters:
         async with asyncio.TaskGroup() as group:
             for namespace in tenants:
                 group.create_task(client(namespace))
+        await setup.quiet()
         setup.check_quiet()
         assert setup.cache.tree.num_leases == 0
         return setup.cache.counters
