@@ -7,11 +7,12 @@ reading and writing pages inside it touches no shared state.
 
 import asyncio
 import itertools
+import logging
 import os
 import threading
-from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 from hicache import sequence as core
-from hicache.cache import Cache, Coverage
+from hicache.cache import DRAIN_S, Cache, Coverage
 from hicache.clock import SystemClock
-from hicache.errors import BadRequest, Closed, CorruptPage
+from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
@@ -40,6 +41,10 @@ DEFAULT_TIMEOUT_S: Final = 60.0
 """How long a call waits for room or a copy before it raises `DeadlineExceeded`."""
 GRACE_S: Final = 15.0
 """Beyond its deadline a call has answered at the latest after this: time for a copy that cannot be stopped to end."""
+CLOSE_TIMEOUT_S: Final = DRAIN_S + GRACE_S
+"""How long `HiCache.close` waits for copies to end that cannot be stopped."""
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,11 +58,15 @@ class HiCache:
     def __init__(self, budgets: "_Budgets") -> None:
         self.layout: Final = budgets.layout
         self._started: Final = threading.Event()
-        self._stop: asyncio.Event | None = None
+        self._stop: Final = asyncio.Event()
         self._parts: _Parts | None = None
         self._failure: BaseException | None = None
         self._owners: Final = itertools.count()
         self._staging: Final[list[Staging]] = []
+        # Guards `_calls` and `_is_open`: no call is handed to a loop that will not run it.
+        self._lock: Final = threading.Lock()
+        self._calls: Final[set[Future[Any]]] = set()
+        self._is_open = False
         self._thread = threading.Thread(target=self._run, args=(budgets,), name="hicache", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -99,28 +108,69 @@ class HiCache:
         try:
             asyncio.run(self._serve(budgets))
         except BaseException as failure:
-            # Before the start it is the opener's; after it there is nobody but the thread's own hook to tell.
-            if self._started.is_set():
-                raise
+            # Before the start it is the opener's; afterwards every call names it, and the log has it whole.
             self._failure = failure
+            if self._started.is_set():
+                _log.exception("the cache failed")
+        finally:
+            with self._lock:
+                self._is_open = False
+                calls = list(self._calls)
+            for call in calls:
+                if not call.done():
+                    call.set_exception(self._closed())
             self._started.set()
 
     async def _serve(self, budgets: "_Budgets") -> None:
         parts = await _build(budgets)
         async with parts.cache:
-            self._stop = asyncio.Event()
             self._parts = parts
             self._loop = asyncio.get_running_loop()
+            self._is_open = True
             self._started.set()
             await self._stop.wait()
 
-    def _call(self, work: Coroutine[Any, Any, T], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-        """Run `work` on the loop and wait for it. The core keeps deadlines; the wait here only ends a broken loop."""
-        if self._stop is None or not self._thread.is_alive():
-            work.close()
-            raise Closed("the cache is closed")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(timeout_s + GRACE_S)
+    def _call(
+        self,
+        work: Coroutine[Any, Any, T],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        undo: Callable[[T], None] | None = None,
+    ) -> T:
+        """Run `work` on the loop and wait for it. The core keeps deadlines; the wait here only ends a broken loop.
+
+        `undo` is called on the loop with the result if there is one but nobody to take it: the thread that waited was
+        interrupted, or too late. Raises what `work` raises, `Closed`, `DeadlineExceeded`.
+        """
+        with self._lock:
+            if not self._is_open:
+                work.close()
+                raise self._closed()
+            call: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(call)
+        try:
+            return call.result(timeout_s + GRACE_S)
+        except CancelledError:
+            raise self._closed() from None
+        except BaseException as error:
+            if call.done() and not call.cancelled() and call.exception() is error:
+                raise
+            if undo is not None:
+                call.add_done_callback(lambda _: self._undo(call, undo))
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"the cache did not answer within {timeout_s + GRACE_S:g} s") from None
+            raise
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+
+    def _undo(self, call: "Future[T]", undo: Callable[[T], None]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            with suppress(RuntimeError):  # the loop is closed, and everything given back with it
+                self._loop.call_soon_threadsafe(undo, call.result())
+
+    def _closed(self) -> Closed:
+        return Closed(f"the cache failed: {self._failure!r}" if self._failure is not None else "the cache is closed")
 
     def _deadline(self, timeout_s: float) -> float:
         return self._built.cache.clock.monotonic() + timeout_s
@@ -128,7 +178,7 @@ class HiCache:
     @property
     def _built(self) -> "_Parts":
         if self._parts is None:
-            raise Closed("the cache is closed")
+            raise self._closed()
         return self._parts
 
     def _take_staging(self) -> Staging:
@@ -138,10 +188,18 @@ class HiCache:
             return Staging(self.layout, self._built.device.layer(0).dtype)
 
     def close(self) -> None:
-        """Let queued moves finish for a bounded time, then release everything. Idempotent."""
-        if self._stop is not None and self._thread.is_alive():
+        """Let queued moves finish for a bounded time, then release everything. Idempotent.
+
+        Calls under way in other threads raise `Closed`. A device that does not answer is waited for
+        `CLOSE_TIMEOUT_S`; the memory and the files that it may still be using then stay until the process ends.
+        """
+        with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("a device does not answer; what the cache has open stays so until the process ends")
+        with self._lock:
+            self._is_open = False
         self._parts = None
         self._staging.clear()
 
@@ -187,7 +245,7 @@ class HiCache:
         opening = core.Sequence.open(
             self._built.cache, namespace, tokens, owner=owner, deadline=self._deadline(timeout_s)
         )
-        return Sequence(self, self._call(opening, timeout_s=timeout_s))
+        return Sequence(self, self._call(opening, timeout_s=timeout_s, undo=core.Sequence.close))
 
     def publish(self, namespace: Namespace, tokens: npt.ArrayLike) -> int:
         """Let every other tenant reuse what is cached of a prefix, a system prompt say, in whole pages.
@@ -275,7 +333,7 @@ class Sequence:
         async def fork() -> core.Sequence:
             return self._core.fork()
 
-        return Sequence(self._cache, self._cache._call(fork()))
+        return Sequence(self._cache, self._cache._call(fork(), undo=core.Sequence.close))
 
     def close(self) -> None:
         """Give up the lease and unpublished tokens; published pages stay cached. Idempotent."""
@@ -283,7 +341,7 @@ class Sequence:
         async def close() -> None:
             self._core.close()
 
-        if self._cache._parts is not None:
+        with suppress(Closed):  # with the cache, which has given everything back
             self._cache._call(close())
 
     def __enter__(self) -> Self:
@@ -307,16 +365,25 @@ class Step:
         self._staging: Staging | None = None
 
     def __enter__(self) -> Self:
-        cache, built = self._cache, self._cache._built
-        beginning = self._core.begin(self._tokens, deadline=cache._deadline(self._timeout_s))
-        plan = cache._call(beginning, timeout_s=self._timeout_s)
-        if any(run.tier_id == NVME for run in plan.runs):
-            self._staging = cache._take_staging()
+        cache, built, running = self._cache, self._cache._built, self._core
+        beginning = running.begin(self._tokens, deadline=cache._deadline(self._timeout_s))
+
+        def undo(plan: core.StepPlan) -> None:
+            with suppress(BadRequest):  # the sequence was closed first
+                running.abort(plan)
+
+        plan = cache._call(beginning, timeout_s=self._timeout_s, undo=undo)
+        try:
+            if any(run.tier_id == NVME for run in plan.runs):
+                self._staging = cache._take_staging()
+            self._slot_mapping = torch.from_numpy(plan.slot_mapping).to(built.device.layer(0).device)
+            self._context = ContextParts(
+                plan, built.cache.layout, device=built.device, host=built.host, nvme=built.nvme, staging=self._staging
+            )
+        except BaseException as error:
+            self._end(plan, error)
+            raise
         self._plan = plan
-        self._slot_mapping = torch.from_numpy(plan.slot_mapping).to(built.device.layer(0).device)
-        self._context = ContextParts(
-            plan, built.cache.layout, device=built.device, host=built.host, nvme=built.nvme, staging=self._staging
-        )
         return self
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -340,21 +407,26 @@ class Step:
     ) -> None:
         plan, self._plan = self._plan, None
         assert plan is not None, "the step was not begun"
-
-        async def end() -> None:
-            if kind is None:
-                self._core.commit(plan)
-                return
-            self._core.abort(plan)
-            if isinstance(error, CorruptPage):
-                self._core.report_bad(TierId(error.tier), error.slot)
-
         try:
             # If reads do not end, the buffers stay theirs: they are not handed out again.
             self._context.close()
             if self._staging is not None:
                 self._cache._staging.append(self._staging)
         finally:
+            self._end(plan, error)
+
+    def _end(self, plan: core.StepPlan, error: BaseException | None) -> None:
+        """Commit, or after an error abort: then a cache that is closed meanwhile does not hide it."""
+
+        async def end() -> None:
+            if error is None:
+                self._core.commit(plan)
+                return
+            self._core.abort(plan)
+            if isinstance(error, CorruptPage):
+                self._core.report_bad(TierId(error.tier), error.slot)
+
+        with suppress(*([Closed] if error is not None else [])):
             self._cache._call(end())
 
 

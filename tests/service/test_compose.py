@@ -1,5 +1,6 @@
 """The embedded cache with its real tiers: what was computed is attended to, wherever it lies, and found again."""
 
+import asyncio
 import dataclasses
 import threading
 from pathlib import Path
@@ -8,12 +9,13 @@ import pytest
 import torch
 
 import hicache
-from hicache.errors import BadRequest, Closed, CorruptPage, NoRoom
+from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.kernels.attend import attend
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
+from hicache.service import compose
 from hicache.service.compose import HiCache, Sequence
-from hicache.tier import DEVICE, HOST, NVME
+from hicache.tier import DEVICE, HOST, NVME, PageIdentity, PageWrite
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 3, 2, 2, 64, 16
 LAYOUT = KVLayout.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=KVDtype.FLOAT32, page_size=PAGE)
@@ -296,6 +298,129 @@ def test_a_closed_cache_says_so(tmp_path: Path) -> None:
     with pytest.raises(Closed):
         sequence.step([1]).__enter__()
     sequence.close()
+
+
+def test_a_call_under_way_is_told_when_the_cache_closes(tmp_path: Path) -> None:
+    """One step has the whole device; another request waits for room, in another thread, when the cache is closed."""
+    cache = open_cache(tmp_path, device_pages=4, nvme_pages=None)
+    first, second = cache.sequence(MODEL, prompt(1, 64)), cache.sequence(MODEL, prompt(2, 64))
+    first.step(prompt(1, 64)).__enter__()
+    told: list[BaseException] = []
+
+    def wait_for_room() -> None:
+        try:
+            second.step(prompt(2, 64)).__enter__()
+        except BaseException as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait_for_room)
+    waiting.start()
+    while not second._core._beginning:
+        cache.stats()
+    cache.close()
+    waiting.join(10)
+    assert [type(error) for error in told] == [Closed]
+
+
+def test_a_loop_that_fails_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path, device_pages=4, nvme_pages=None)
+    sequence = cache.sequence(MODEL, prompt(1, 64))
+
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    async def start_failing() -> None:
+        cache._built.cache._tasks.create_task(fail())
+        await asyncio.Event().wait()
+
+    with pytest.raises(Closed):
+        cache._call(start_failing())
+    cache._thread.join(10)
+    with pytest.raises(Closed, match="a bug"):
+        cache.match(MODEL, prompt(1, 64))
+    sequence.close()
+    cache.close()
+
+
+def test_what_comes_too_late_for_its_caller_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is stuck for so long that the caller leaves; the sequence that it gets afterwards is nobody's."""
+    monkeypatch.setattr(compose, "GRACE_S", 0.0)
+    model, tokens, goes_on = Model(), prompt(1, 64), threading.Event()
+    with open_cache(tmp_path, nvme_pages=None) as cache:
+        with cache.sequence(MODEL, tokens) as sequence:
+            model.run(sequence, tokens)
+        cache._loop.call_soon_threadsafe(goes_on.wait)
+        with pytest.raises(DeadlineExceeded):
+            cache.sequence(MODEL, tokens, timeout_s=0.0)
+        goes_on.set()
+        for _ in range(10_000):
+            stats = cache.stats()
+            if stats["counters"]["lookups"] == 2 and stats["num_leases"] == 0:
+                return
+        pytest.fail("it was never closed")
+
+
+def test_a_step_that_cannot_be_entered_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    model, tokens = Model(), prompt(1, 64)
+    with open_cache(tmp_path, nvme_pages=None) as cache, cache.sequence(MODEL, tokens) as sequence:
+        with monkeypatch.context() as patched:
+            patched.setattr(compose, "ContextParts", no_memory)
+            with pytest.raises(MemoryError):
+                sequence.step(tokens).__enter__()
+        assert_close(model.run(sequence, tokens), model.expected(tokens, 64))
+
+
+def fail_after_close(cache: HiCache, sequence: Sequence) -> None:
+    with sequence.step(prompt(1, 20)):
+        cache.close()
+        raise RuntimeError("the model failed")
+
+
+def test_closing_does_not_hide_why_a_step_failed(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path, nvme_pages=None)
+    with pytest.raises(RuntimeError, match="the model"), cache.sequence(MODEL, prompt(1, 20)) as sequence:
+        fail_after_close(cache, sequence)
+    # But what was not committed is not passed over.
+    cache = open_cache(tmp_path, nvme_pages=None)
+    with pytest.raises(Closed), cache.sequence(MODEL, prompt(1, 20)) as sequence, sequence.step(prompt(1, 20)):
+        cache.close()
+
+
+def test_a_tier_that_refuses_to_open_leaves_nothing(tmp_path: Path) -> None:
+    """Neither threads nor files of the tiers that were opened before it; see `tests.leaks`."""
+    (tmp_path / "nvme").write_text("not a directory")
+    with pytest.raises((TierUnavailable, BadRequest)):
+        open_cache(tmp_path)
+
+
+def test_closing_does_not_wait_for_ever_for_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compose, "CLOSE_TIMEOUT_S", 0.1)
+    answers = threading.Event()
+    cache = open_cache(tmp_path, nvme_pages=None)
+    built = cache._built
+    monkeypatch.setattr(built.host, "_copy_in", lambda pages: answers.wait())
+
+    async def begin_copy() -> None:
+        host = built.host
+        [slot] = host.allocate(1).tolist()
+        identity = PageIdentity(MODEL.digest, MODEL.digest, bytes(4 * PAGE))
+        data = memoryview(bytearray(LAYOUT.page_bytes))
+        built.cache._tasks.create_task(host.write([PageWrite(slot, host.generation(slot), identity, data)]))
+        await asyncio.sleep(0)
+
+    cache._call(begin_copy())
+    cache.close()
+    assert "does not answer" in caplog.text
+    with pytest.raises(Closed):
+        cache.match(MODEL, prompt(1, 20))
+    answers.set()
+    cache._thread.join(10)
+    assert not cache._thread.is_alive()
 
 
 def test_a_snapshot_names_every_page(tmp_path: Path) -> None:
