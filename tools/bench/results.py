@@ -81,7 +81,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-HEADING: Final = f"  {'':<32}{'value':>12}  {'baseline':<36}{'ratio':>8}{'bound':>11}{'goal':>10}"
+HEADING: Final = f"  {'':<32}{'value':>12}  {'baseline':<36}{'ratio':>8}{'bound':>11}{'goal':>13}"
 
 
 def line(row: Row, style: Style) -> str:
@@ -93,7 +93,7 @@ def line(row: Row, style: Style) -> str:
     mark = {None: "", True: "  ok", False: "  MISSED"}[row.ok]
     colour = {None: None, True: Colour.GOOD, False: Colour.BAD}[row.ok]
     value = f"{_figure(row.value)} {row.unit}"
-    text = f"  {row.name:<32}{pad(value, 12, right=True)}  {baseline:<36}{ratio:>8}{bound:>11}{goal:>10}"
+    text = f"  {row.name:<32}{pad(value, 12, right=True)}  {baseline:<36}{ratio:>8}{bound:>11}{goal:>13}"
     return text + style.paint(mark, colour)
 
 
