@@ -26,11 +26,8 @@ from hicache.kernels.checks import (
     check_query,
     check_tensor,
 )
-from hicache.kernels.decode import paged_decode
 from hicache.kernels.errors import BadArgument
-from hicache.kernels.extend import paged_extend
 from hicache.kernels.launch import Path
-from hicache.kernels.merge import merge_states
 from hicache.kernels.state import AttentionState
 
 SCRATCH_BYTES: Final = 8 << 20
@@ -287,7 +284,7 @@ def _unfold(rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return by_token.reshape(num_tokens, num_kv_heads * group, width)
 
 
-# The Triton path.
+# The Triton path. What it needs is imported when it is first taken: the torch path works without Triton.
 
 
 class _Stack:
@@ -301,6 +298,8 @@ class _Stack:
 
     def push(self) -> AttentionState:
         """Room for one more state, to be filled before the next call."""
+        from hicache.kernels.merge import merge_states
+
         if self._used == _STATES_MAX:
             merged = merge_states(self._outputs, self._lses)
             self._outputs[0], self._lses[0] = merged.output, merged.lse
@@ -310,6 +309,8 @@ class _Stack:
 
     def result(self, dtype: torch.dtype) -> AttentionState:
         """The state over all keys, its output in `dtype`."""
+        from hicache.kernels.merge import merge_states
+
         if not self._used:
             return _no_keys(self._query, dtype)
         return merge_states(self._outputs[: self._used], self._lses[: self._used], dtype=dtype)
@@ -322,6 +323,9 @@ def _attend_triton(
     value: torch.Tensor,
     scale: float,
 ) -> AttentionState:
+    from hicache.kernels.decode import paged_decode
+    from hicache.kernels.extend import paged_extend
+
     num_tokens = query.shape[0]
     indptr = torch.arange(2, dtype=torch.int32, device=query.device) * num_tokens
     stack = _Stack(query)

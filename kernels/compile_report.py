@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hicache.kernels import decode, extend, gather, launch, merge
+from hicache.kernels import decode, extend, gather, language, launch, merge
 from hicache.kernels.launch import Variant
 
 DTYPES: Final = {
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"argument --jobs: {options.jobs} is below 1")
-    if launch.INTERPRETED:
+    if language.INTERPRETED:
         parser.error("TRITON_INTERPRET=1 is set: a process that interprets kernels cannot compile them")
 
     cases = all_cases(

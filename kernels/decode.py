@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hicache.kernels import launch
+from hicache.kernels import language, launch
 from hicache.kernels.checks import check_lengths, check_page_ids, check_pages, check_query, check_tensor
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import attend_pages, finish, narrow
-from hicache.kernels.launch import LOG2_E, Variant, next_power_of_2
+from hicache.kernels.launch import LOG2_E, Variant, ceil_div, next_power_of_2
 from hicache.kernels.merge import merge_states
 from hicache.kernels.state import AttentionState, allocate_state, attention_reference, pages_reference
 
@@ -72,7 +72,7 @@ def paged_decode(
 
     group = num_heads // shape.num_kv_heads
     variant = decode_variant(query.dtype, head_dim, shape.page_size, group)
-    num_blocks = shape.num_kv_heads * triton.cdiv(group, variant.constants["BH"])
+    num_blocks = shape.num_kv_heads * ceil_div(group, variant.constants["BH"])
     if num_splits is None:
         num_splits = choose_num_splits(num_seqs * num_blocks, max_tokens, launch.num_multiprocessors(device))
     elif not 1 <= num_splits <= NUM_SPLITS_MAX:
@@ -107,7 +107,7 @@ def paged_decode(
             stride_ls=parts.lse.stride(0),
             stride_lb=parts.lse.stride(1),
             **variant.constants,
-            EMULATE_BFLOAT16=launch.EMULATE_BFLOAT16,
+            EMULATE_BFLOAT16=language.EMULATE_BFLOAT16,
             **launch.options(variant),
         )
     if num_splits > 1:
@@ -140,8 +140,8 @@ def choose_num_splits(num_programs: int, max_tokens: int, num_multiprocessors: i
     `num_programs` is how many there are without splitting, `max_tokens` the greatest length a sequence may have: the
     lengths themselves are on the device, and asking for them would make the host wait.
     """
-    wanted = triton.cdiv(2 * num_multiprocessors, max(1, num_programs))
-    return int(max(1, min(wanted, triton.cdiv(max_tokens, SPLIT_TOKENS_MIN), NUM_SPLITS_MAX)))
+    wanted = ceil_div(2 * num_multiprocessors, max(1, num_programs))
+    return max(1, min(wanted, ceil_div(max_tokens, SPLIT_TOKENS_MIN), NUM_SPLITS_MAX))
 
 
 def decode_variant(dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Variant:

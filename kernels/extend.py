@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hicache.kernels import launch
+from hicache.kernels import language, launch
 from hicache.kernels.checks import (
     check_group,
     check_indptr,
@@ -24,7 +24,7 @@ from hicache.kernels.checks import (
 )
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import attend_block, attend_pages, finish, narrow
-from hicache.kernels.launch import LOG2_E, Variant, next_power_of_2
+from hicache.kernels.launch import LOG2_E, Variant, ceil_div, next_power_of_2
 from hicache.kernels.state import AttentionState, allocate_state, attention_reference, pages_reference
 
 _GRID_MAX: Final = 65535
@@ -107,7 +107,7 @@ def paged_extend(
     variant = extend_variant(
         query.dtype, head_dim, page_size, group, has_prefix=pages is not None, has_new=key is not None
     )
-    grid = (triton.cdiv(most * group, variant.constants["BM"]), num_kv_heads, num_seqs)
+    grid = (ceil_div(most * group, variant.constants["BM"]), num_kv_heads, num_seqs)
     with launch.on(device):
         _paged_extend_kernel[grid](
             p_query=query,
@@ -135,7 +135,7 @@ def paged_extend(
             stride_oh=state.output.stride(1),
             stride_lt=state.lse.stride(0),
             **variant.constants,
-            EMULATE_BFLOAT16=launch.EMULATE_BFLOAT16,
+            EMULATE_BFLOAT16=language.EMULATE_BFLOAT16,
             **launch.options(variant),
         )
     return state

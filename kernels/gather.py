@@ -21,7 +21,7 @@ import triton.language as tl
 from hicache.kernels import launch
 from hicache.kernels.checks import check_page_ids, check_tensor
 from hicache.kernels.errors import BadArgument
-from hicache.kernels.launch import Path, Variant, next_power_of_2
+from hicache.kernels.launch import Path, Variant, ceil_div, next_power_of_2
 
 _STAGE_BYTES: Final = 1 << 20
 """Bytes of one layer that the CPU path copies at a time: what stays in a core's cache between its two steps."""
@@ -221,7 +221,7 @@ def _launch(
     first = pages.layers[0].view(_WORDS[word_bytes])
     rows = rows.view(_WORDS[word_bytes])
     with launch.on(pages.device):
-        _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), triton.cdiv(num_words, block))](
+        _gather_pages_kernel[(page_ids.shape[0], len(pages.layers), ceil_div(num_words, block))](
             p_pages=first,
             p_offsets=pages.offsets,
             p_page_ids=page_ids,

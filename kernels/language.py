@@ -3,8 +3,18 @@
 Letters as in `README.md`: `b_` a loaded block, `o_` offsets, `m_` a mask. Sizes in capitals are constexpr.
 """
 
+from typing import Final
+
 import triton
 import triton.language as tl
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether `TRITON_INTERPRET=1` was set when the kernels were imported: they then run on CPU tensors, in numpy."""
+
+EMULATE_BFLOAT16 = INTERPRETED
+"""The constexpr of that name. The interpreter keeps bfloat16 as bit patterns in `uint16` and computes with the
+patterns, silently; with this flag kernels cast to float32 before they compute and round by hand before they narrow.
+Off on a GPU, where the casts would only cost registers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types

@@ -1,6 +1,7 @@
 """How kernels are launched: in which form they are compiled, and whether this process interprets them.
 
-Everything here is host code. Device functions that kernels share are in `hicache.kernels.language`.
+Everything here is host code, and loads no Triton: a CPU that does not interpret kernels needs none. Device functions
+that kernels share are in `hicache.kernels.language`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,17 +11,8 @@ from functools import cache
 from typing import Final
 
 import torch
-import triton
 
 from hicache.kernels.errors import BadArgument
-
-INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
-"""Whether `TRITON_INTERPRET=1` was set when the kernels were imported: they then run on CPU tensors, in numpy."""
-
-EMULATE_BFLOAT16 = INTERPRETED
-"""The constexpr of that name. The interpreter keeps bfloat16 as bit patterns in `uint16` and computes with the
-patterns, silently; with this flag kernels cast to float32 before they compute and round by hand before they narrow.
-Off on a GPU, where the casts would only cost registers."""
 
 LOG2_E: Final = 1.4426950408889634
 """Kernels use `exp2`, the instruction the hardware has; scores are scaled by this once, with the softmax scale."""
@@ -57,7 +49,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 def require_launchable(argument: str, device: torch.device) -> None:
     """Refuse a device on which no Triton kernel runs in this process."""
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+    if device.type != "cuda" and not (device.type == "cpu" and _interprets()):
         raise BadArgument(
             argument, f"is on {device}; the Triton kernels need CUDA, or the CPU with TRITON_INTERPRET=1 set"
         )
@@ -77,9 +69,20 @@ def choose_path(argument: str, device: torch.device, path: Path | None) -> Path:
     return path
 
 
+def ceil_div(a: int, b: int) -> int:
+    """`a / b`, rounded up, for positive `b`."""
+    return -(-a // b)
+
+
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least `n`, for `n >= 1`."""
     return 1 << (n - 1).bit_length()
+
+
+def _interprets() -> bool:
+    from hicache.kernels import language  # Triton
+
+    return language.INTERPRETED
 
 
 @cache

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hicache.kernels import launch
+from hicache.kernels import language, launch
 from hicache.kernels.checks import FLOAT_DTYPES, check_tensor
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import narrow
-from hicache.kernels.launch import Variant, next_power_of_2
+from hicache.kernels.launch import Variant, ceil_div, next_power_of_2
 from hicache.kernels.state import AttentionState, allocate_state
 
 
@@ -49,7 +49,7 @@ def merge_states(
         variant = merge_variant(head_dim)
         num_rows = num_tokens * num_heads
         with launch.on(outputs.device):
-            _merge_states_kernel[(triton.cdiv(num_rows, variant.constants["BR"]),)](
+            _merge_states_kernel[(ceil_div(num_rows, variant.constants["BR"]),)](
                 p_outputs=outputs,
                 p_lses=lses,
                 p_output=merged.output,
@@ -66,7 +66,7 @@ def merge_states(
                 stride_oh=merged.output.stride(1),
                 stride_olt=merged.lse.stride(0),
                 **variant.constants,
-                EMULATE_BFLOAT16=launch.EMULATE_BFLOAT16,
+                EMULATE_BFLOAT16=language.EMULATE_BFLOAT16,
                 **launch.options(variant),
             )
     return merged

@@ -1,5 +1,7 @@
 """The law, on the torch path: attention over any split of the keys, merged, equals attention over all of them."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from random import Random
@@ -26,6 +28,7 @@ from tests.kernels.contexts import (
     tensor,
     truth,
 )
+from tests.repository import ROOT
 
 
 def run(context: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -299,6 +302,18 @@ def test_unused_slots_of_a_table_are_not_looked_at() -> None:
     part = PagedPart(PART.pages, torch.tensor([3, 0, 99, -1], dtype=torch.int32), 20)
     expected = attend(QUERY, [PART], key=KEY, value=VALUE, scale=0.125)
     assert torch.equal(attend(QUERY, [part], key=KEY, value=VALUE, scale=0.125).output, expected.output)
+
+
+def test_the_torch_path_loads_no_triton() -> None:
+    script = """if True:
+        import sys, torch
+        from hicache.kernels.attend import PagedPart, attend
+        key, query = torch.ones(1, 2, 64), torch.ones(1, 4, 64)
+        part = PagedPart(torch.ones(1, 2, 16, 2, 64), torch.tensor([0], dtype=torch.int32), 16)
+        attend(query, [part], key=key, value=key, scale=0.125)
+        sys.exit("triton" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=100).returncode == 0
 
 
 def test_kernels_are_refused_on_a_cpu_that_does_not_interpret_them() -> None:

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from hicache.kernels import launch
+from hicache.kernels import language
 from hicache.kernels.attend import attend
 from hicache.kernels.launch import Path
 from hicache.kernels.merge import merge_states, merge_states_reference
@@ -33,7 +33,7 @@ def test_computing_with_bit_patterns_is_seen(num_new: int, monkeypatch: pytest.M
     if DEVICE != "cpu":
         return  # a GPU computes with bfloat16 itself
     attend_in_bfloat16(num_new)
-    monkeypatch.setattr(launch, "EMULATE_BFLOAT16", False)
+    monkeypatch.setattr(language, "EMULATE_BFLOAT16", False)
     with pytest.raises(AssertionError, match=r"relative RMS error|LSE is off"):
         attend_in_bfloat16(num_new)
 
@@ -47,7 +47,7 @@ def test_truncating_instead_of_rounding_is_seen(monkeypatch: pytest.MonkeyPatch)
     expected = merge_states_reference(outputs, lses).output
     allowed = ERROR_MAX[torch.bfloat16]
     assert relative_rms(merge_states(outputs, lses, dtype=torch.bfloat16).output, expected) <= allowed
-    monkeypatch.setattr(launch, "EMULATE_BFLOAT16", False)
+    monkeypatch.setattr(language, "EMULATE_BFLOAT16", False)
     assert relative_rms(merge_states(outputs, lses, dtype=torch.bfloat16).output, expected) > 1.2 * allowed
 
 
