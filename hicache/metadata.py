@@ -3,26 +3,26 @@
 The estimate is a sum of counts that the tree keeps anyway, so it costs nothing to keep: nodes, copies of nodes in
 tiers, namespaces, publications and reports, each times a constant below; and, exactly, 4 bytes a token and 4 a slot.
 
-The constants are the growth of a process's resident memory in CPython 3.11 over a hundred thousand nodes
+The constants come from the growth of a process's resident memory under CPython 3.11, with a budget set
 (`tests/hicache/test_metadata.py` measures it again). Over the shapes that were tried (flat and in groups, a spine with
-a leaf at every page, one copy a node or one in each of three tiers, many namespaces, page sizes of 1 to 64) the
-estimate was between 8 % below and 30 % above what was measured; trees of a thousand nodes and fewer are below what an
-allocator gives out at once. It is highest for nodes with children, whose copies are in no eviction order. Not in it:
-leases, pins and moves, which belong to their callers; and, until the node is trimmed, up to as many bytes of tokens and
-slots again as a node has, where a split cut off less than half.
+a leaf at every page, long runs, one copy a node or one in each of three tiers, many namespaces, publications, reports;
+page sizes of 1 to 64, 20,000 to 180,000 nodes) the estimate was between 8 % below and 25 % above what was measured.
+Most of the difference is in the dictionaries, which grow by doubling. Not in it: leases, pins and moves, which belong
+to their callers; and up to as many bytes of tokens and slots again as a node has, where a split cut off less than half
+of a run and the rest is not worth a copy yet.
 """
 
 from typing import Final
 
 from hicache.errors import BadRequest
 
-NODE_BYTES: Final = 490
+NODE_BYTES: Final = 480
 """A node, its key, its entry among its siblings, and its chain digest."""
-ORDER_BYTES: Final = 110
+ORDER_BYTES: Final = 100
 """A place in one order of eviction: one for each copy of a node, and with a budget one more."""
 ROOT_BYTES: Final = 640
 """A namespace."""
-PUBLICATION_BYTES: Final = 900
+PUBLICATION_BYTES: Final = 560
 """A publication of a prefix."""
 READER_BYTES: Final = 120
 """When another tenant last used a publication."""

@@ -77,6 +77,17 @@ def test_an_adapter_is_not_a_salt_nor_any_other_field_of_the_same_value() -> Non
     assert len({record.digest for record in records}) == len(records)
 
 
+def test_a_scope_is_what_namespaces_share_that_differ_in_the_tenant_alone() -> None:
+    base = _changed()
+    assert base.scope == _changed(tenant="a").scope == _changed(tenant="b").scope
+    assert base.scope == base.scope, "computed once"
+    for field, others in OTHER_VALUES.items():
+        for value in others:
+            changed = _changed(**{field: value})
+            assert (changed.scope == base.scope) == (field == "tenant"), field
+    assert len({_changed(tenant=tenant).digest for tenant in ("", "a", "b")}) == 3
+
+
 @pytest.mark.parametrize("separator", [":", "\0", "\n", "/", "|", ""])
 def test_neighbouring_fields_cannot_trade_characters(separator: str) -> None:
     records = {

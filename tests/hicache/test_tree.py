@@ -485,7 +485,7 @@ def test_identities_are_the_chain_from_the_root_whatever_the_shape() -> None:
     world.tree.check_integrity()
 
 
-def test_a_hash_of_eight_bits_finds_no_wrong_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i03_a_hash_of_eight_bits_finds_no_wrong_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests name pages to remote stores; what matches is decided by tokens alone."""
     monkeypatch.setattr(tree, "chain_digest", lambda prefix, tokens: chain_digest(prefix, tokens)[:1] * 32)
     world = World(tiers=(HOST,))
