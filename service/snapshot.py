@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any, Final
 
 from hicache.cache import Cache
+from hicache.node import Node
 from hicache.tier import SupportsCounters
 
 FORMAT: Final = 1
@@ -67,16 +68,16 @@ def stats_of(cache: Cache) -> dict[str, Any]:
 async def snapshot_of(cache: Cache) -> dict[str, Any]:
     """The whole tree beside `stats_of`. Others run between batches of nodes, so it may be of several moments."""
     layout = cache.layout
-    ids: dict[int, int] = {}
+    ids: dict[Node, int] = {}
     nodes: list[dict[str, Any]] = []
     now = cache.clock.monotonic()
     for batch in cache.tree.walk(batch=BATCH):
         for info in batch:
             node, parent = info.node, info.node.parent
-            ids[id(node)] = len(nodes)
+            ids[node] = len(nodes)
             nodes.append({
                 "id": len(nodes),
-                "parent": ids.get(id(parent)) if parent is not None else None,
+                "parent": ids.get(parent) if parent is not None else None,
                 "namespace": info.namespace.hex(),
                 "tenant": info.tenant,
                 "first_token": info.first_page * layout.page_size,
