@@ -51,6 +51,9 @@ from hicache.tree import HiRadixTree, Match, pack_tokens
 
 DRAIN_S: Final = 10.0
 """How long `close` lets queued moves finish before it drops them."""
+PATIENCE_S: Final = 2.0
+"""How long a tier is asked for room before it has none for now. A slower tier may hang: its copies go on, and what
+nobody needs is dropped instead."""
 _SLOWER: Final = {DEVICE: HOST, HOST: NVME}
 OWN_TIERS: Final = (DEVICE, HOST, NVME)
 """Tiers a cache may have, fast to slow. The host tier is always there: every lane has it at one end."""
@@ -289,9 +292,10 @@ class Cache:
         """Let at most `num_pages` pages leave a tier, coldest first; False when none could."""
         freed = num_stuck = 0
         tried: set[Node] = set()
+        give_up_at = self.clock.monotonic() + PATIENCE_S
         # What stands first may be unable to leave: its copy would be the last one of a prefix that others build on,
         # and the tier below is full. Then those behind it are asked.
-        while freed < num_pages:
+        while freed < num_pages and self.clock.monotonic() < give_up_at:
             found = self.tree.victims(tier_id, num_pages - freed + num_stuck, self.clock.monotonic())
             victims = _covering([node for node in found if node not in tried], num_pages - freed)
             if not victims:
@@ -351,8 +355,7 @@ class Cache:
                     self.tree.split(node, node.num_pages - len(slots))
                 taken, slots = slots[: node.num_pages], slots[node.num_pages :]
                 moving.append(self.start_move(node, tier_id, target.tier_id, taken, Priority.WRITE_BACK))
-            for move in moving:
-                await self._wait(move.done, deadline)
+            await self._wait_patiently(moving, deadline)
         finally:
             fragments = list(pin.nodes)
             if target is not None and len(slots):
@@ -364,6 +367,15 @@ class Cache:
                 self._wake()
         # Without an `await` since the pin was given up: what is looked at here is what is evicted.
         return sum([self._evict(node, tier_id) for node in fragments if self.tree.can_evict(node, tier_id)])
+
+    async def _wait_patiently(self, moving: Sequence["Moving"], deadline: float) -> None:
+        give_up_at = self.clock.monotonic() + PATIENCE_S
+        try:
+            for move in moving:
+                await self._wait(move.done, min(deadline, give_up_at))
+        except DeadlineExceeded:
+            if deadline <= give_up_at:
+                raise
 
     def _can_start(self, node: Node, source: TierId, target: TierId) -> bool:
         return node.residency(source) is Residency.RESIDENT and node.residency(target) is Residency.ABSENT

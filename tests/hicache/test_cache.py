@@ -377,6 +377,27 @@ def test_a_wait_for_room_ends_when_a_step_does_or_at_its_deadline() -> None:
     run_simulated(main, 0)
 
 
+def test_a_disk_that_hangs_costs_hits_and_no_request() -> None:
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=8, host_pages=8, nvme_pages=64) as setup:
+            assert setup.nvme is not None
+            for document in range(1, 4):
+                await setup.request().run(prompt(document, 17))
+            async with setup.nvme.hold(after_pages=0):
+                for document in range(10, 20):
+                    began = world.monotonic()
+                    assert await setup.request().run(prompt(document, 17)) == 0
+                    assert world.monotonic() < began + 3
+                assert await setup.request().run(prompt(19, 17)) == 16
+            await setup.quiet()
+            setup.check_quiet()
+            for document in range(20, 24):
+                await setup.request().run(prompt(document, 17))
+            assert await setup.request().run(prompt(20, 17)) == 16
+
+    run_simulated(main, 0)
+
+
 NO_FAULTS = Faults()
 MANY_FAULTS = Faults(error=0.05, corrupt=0.03, stall=0.02, stall_s=0.5)
 
