@@ -463,7 +463,9 @@ class _Budgets:
                 raise BadRequest(name, f"{value} bytes are less than one page of {layout.page_bytes} bytes")
         num_tiers = 2 if nvme_dir is None else 3
         check_metadata_bytes(metadata_bytes, page_size=layout.page_size, num_tiers=num_tiers)
-        directory = Path(nvme_dir) if nvme_dir else None
+        if nvme_dir is not None and not os.fspath(nvme_dir):
+            raise BadRequest("nvme_dir", "is empty; name a directory, or None for no NVMe tier")
+        directory = Path(nvme_dir) if nvme_dir is not None else None
         return cls(layout, device_bytes, host_bytes, directory, nvme_bytes or 0, device, metadata_bytes)
 
 

@@ -271,6 +271,7 @@ def test_what_cannot_be_opened_is_refused_and_nothing_is_made(tmp_path: Path) ->
         ({"device_bytes": page, "host_bytes": page - 1}, "host_bytes"),
         ({"device_bytes": page, "host_bytes": page, "nvme_dir": target, "nvme_bytes": 1}, "nvme_bytes"),
         ({"device_bytes": page, "host_bytes": page, "nvme_dir": target}, "nvme_bytes"),
+        ({"device_bytes": page, "host_bytes": page, "nvme_dir": "", "nvme_bytes": 1 << 30}, "nvme_dir"),
     ]:
         with pytest.raises(BadRequest, match=field):
             HiCache.open(LAYOUT, **arguments)  # type: ignore[arg-type]  # wrong on purpose
