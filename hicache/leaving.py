@@ -193,14 +193,16 @@ class Leaving(Structure):
                 heappush(exposed, (parent._last_access, len(plan), parent))
         return plan
 
-    def _drop(self, nodes: list[Node], freed: FreedParts) -> None:
+    def _drop(self, nodes: list[Node]) -> Freed:
         """Carry such a plan out."""
+        freed: FreedParts = {}
         parents = [node._parent for node in nodes]
         for node in nodes:
             self._leave(node, freed)
         for parent in parents:
             if parent is not None:
                 self._heal(parent)
+        return self._freed(freed)
 
     def _remove_branches(self, tops: list[Node]) -> Removed:
         freed: FreedParts = {}

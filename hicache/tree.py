@@ -55,7 +55,7 @@ from hicache.reporting import Reporting
 from hicache.residency import Event, Residency
 from hicache.results import Finished, Freed, Inserted, Match, NodeInfo, Occupancy, Partial, Removed
 from hicache.sortedchunks import SortedChunks
-from hicache.structure import SLOT_BYTES, FreedParts, digest_of, pack_parts
+from hicache.structure import SLOT_BYTES, digest_of, pack_parts
 from hicache.tier import PageIdentity, Slots, TierId, chain_digest
 from hicache.tokens import TOKEN_BYTES, check_ids, common_bytes, pack_slots, pack_tokens, raw_bytes, view_tokens
 
@@ -236,10 +236,11 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
 
         # From here on nothing fails.
         self._advance(now)
-        freed: FreedParts = {}
-        num_dropped = sum(node._num_pages for node in leaving)
+        freed: Freed = {}
+        num_dropped = 0
         if leaving:
-            self._drop(leaving, freed)
+            num_dropped = sum([node._num_pages for node in leaving])
+            freed = self._drop(leaving)
             # The path has not become shorter, but its nodes may have been joined.
             root = self._roots.get(digest)
             if root is not None:
@@ -264,7 +265,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
             if node._parent is not root:
                 self._merge_upwards(node)
         given_back = pack_parts(duplicates) if duplicates else NO_SLOTS
-        return Inserted(node, num_stored, given_back, self._freed(freed), num_dropped)
+        return Inserted(node, num_stored, given_back, freed, num_dropped)
 
     def _growth(
         self,
