@@ -31,11 +31,15 @@ from hicache.kernels.launch import Path
 from hicache.kernels.state import AttentionState
 
 SCRATCH_BYTES: Final = 8 << 20
-"""Keys and values that are gathered before they are attended to. Large enough that calls and merges cost little beside
-the work, small enough to be still in the cache when attention reads them."""
+"""Keys and values that are gathered before they are attended to, at most: enough that merging costs little beside the
+work of many queries."""
+_SCRATCH_BYTES_FEW: Final = 2 << 20
+"""The same for few queries, which are bound by memory: still in the cores' caches when attention reads them."""
 _FOLD_TOKENS_MAX: Final = 64
 """Up to so many new tokens, the query heads of a group become rows of one head: fewer, larger products on the CPU.
 Beyond, there are rows enough, and rearranging them costs more than it gains."""
+_NARROW_BYTES: Final = 1 << 19
+"""Half precision that is gathered before it is widened into those keys and values: what a core's own cache holds."""
 _STATES_MAX: Final = 8
 """States that are collected on the GPU before they are merged."""
 
@@ -135,29 +139,47 @@ def _no_keys(query: torch.Tensor, dtype: torch.dtype) -> AttentionState:
 
 
 class _Scratch(threading.local):
-    """One buffer a thread for gathered keys and values; kept, because a step of a model attends in every layer."""
+    """Buffers of one thread; kept, because a step of a model attends in every layer and new memory is slow to touch."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = _new_buffer(0)
+        self._narrow = _new_buffer(0)
 
-    def take(self, dtype: torch.dtype, num_kv_heads: int, head_dim: int, page_size: int) -> torch.Tensor:
-        """[2, capacity, H, D] of undefined content: keys in plane 0, values in plane 1; capacity in tokens, at least
-        one page, otherwise as many as `SCRATCH_BYTES` hold. Overwritten by the next call of this thread."""
+    def take(self, num_bytes: int, like: torch.Tensor, page_size: int) -> torch.Tensor:
+        """[2, capacity, H, D] of undefined content, with H, D and dtype of `like` [*, H, D]: keys in plane 0, values
+        in plane 1; capacity in tokens, at least one page, otherwise as many as `num_bytes` hold. Overwritten by the
+        next call of this thread."""
+        _, num_kv_heads, head_dim = like.shape
+        dtype = like.dtype
         token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
-        capacity = max(page_size, SCRATCH_BYTES // token_bytes)
+        capacity = max(page_size, num_bytes // token_bytes)
         if self._buffer.numel() < capacity * token_bytes:
-            # Made in inference mode, it could not be written to outside of it.
-            with torch.inference_mode(False):
-                self._buffer = torch.empty(capacity * token_bytes, dtype=torch.uint8)
+            self._buffer = _new_buffer(capacity * token_bytes)
         flat = self._buffer[: capacity * token_bytes].view(dtype)
         return flat.view(2, capacity, num_kv_heads, head_dim)
+
+    def take_narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of undefined content, of the dtype and row shape of `rows` [*, ...]: what is gathered before it is
+        widened. n is at least 1, otherwise as many rows as `_NARROW_BYTES` hold."""
+        row_shape = rows.shape[1:]
+        row_bytes = row_shape.numel() * rows.element_size()
+        count = max(1, _NARROW_BYTES // row_bytes)
+        if self._narrow.numel() < count * row_bytes:
+            self._narrow = _new_buffer(count * row_bytes)
+        return self._narrow[: count * row_bytes].view(rows.dtype).view(count, *row_shape)
+
+
+def _new_buffer(num_bytes: int) -> torch.Tensor:
+    # Made in inference mode, it could not be written to outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 _scratch = _Scratch()
 
 
 class _Running:
-    """The attention state over the keys seen so far, of [T, HQ, D] queries."""
+    """The attention state over the keys seen so far: output [H, G, T, D] and LSE [H, G, T], of any stride."""
 
     def __init__(self) -> None:
         self.state: AttentionState | None = None
@@ -185,29 +207,32 @@ def _attend_torch(
     # faster with bfloat16 than with float32, and slower with float16.
     dtype = query.dtype
     query, key, value = (tensor.to(_state_dtype(query)) for tensor in (query, key, value))
-    num_tokens, _, head_dim = query.shape
+    num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    few = num_tokens <= _FOLD_TOKENS_MAX
+    num_bytes = min(SCRATCH_BYTES, _SCRATCH_BYTES_FEW) if few else SCRATCH_BYTES
+    by_head = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    rows = by_head.reshape(num_kv_heads, -1, head_dim) if few else query.transpose(0, 1)
     running = _Running()
-    folded = _fold(query, num_kv_heads) if num_tokens <= _FOLD_TOKENS_MAX else None
     buffer = torch.empty(0)
     filled = 0
+
+    def attend_to(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False) -> None:
+        output, lse = _flash(rows, key, value, scale, is_causal=is_causal)
+        running.add(output.view(*by_head.shape), lse.view(*by_head.shape[:3]))
 
     def flush() -> None:
         """Attend to the tokens in the buffer, all of which every query sees."""
         nonlocal filled
         if filled:
-            if folded is not None:
-                output, lse = _flash(folded, buffer[0, :filled], buffer[1, :filled], scale)
-                running.add(_unfold(output, num_tokens), _unfold(lse.unsqueeze(-1), num_tokens).squeeze(-1))
-            else:
-                output, lse = _flash(query.transpose(0, 1), buffer[0, :filled], buffer[1, :filled], scale)
-                running.add(output.transpose(0, 1), lse.transpose(0, 1))
+            attend_to(rows, buffer[0, :filled], buffer[1, :filled])
         filled = 0
 
     for part, shape in parts:
         if buffer.dim() == 1 or buffer.shape[1] < shape.page_size:
             flush()
-            buffer = _scratch.take(query.dtype, num_kv_heads, head_dim, shape.page_size)
+            buffer = _scratch.take(num_bytes, key, shape.page_size)
         table, left = part.block_table, part.num_tokens
         while left:
             # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows
@@ -226,7 +251,7 @@ def _attend_torch(
     if num_tokens == len(key) == 1:
         # A single new token is one more key that every query sees: cheaper than a state of its own.
         if buffer.dim() == 1:
-            buffer = _scratch.take(query.dtype, num_kv_heads, head_dim, 1)
+            buffer = _scratch.take(num_bytes, key, 1)
         elif filled == buffer.shape[1]:
             flush()
         buffer[0, filled], buffer[1, filled] = key[0], value[0]
@@ -235,21 +260,27 @@ def _attend_torch(
     else:
         flush()
         if len(key):
-            output, lse = _flash(query.transpose(0, 1), key, value, scale, is_causal=True)
-            running.add(output.transpose(0, 1), lse.transpose(0, 1))
+            attend_to(query.transpose(0, 1), key, value, is_causal=True)
     if running.state is None:
         return _no_keys(query, dtype)
-    return AttentionState(running.state.output.to(dtype).contiguous(), running.state.lse.contiguous())
+    output = running.state.output.to(dtype).permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+    return AttentionState(output, running.state.lse.permute(2, 0, 1).reshape(num_tokens, num_heads))
 
 
 def _gather(pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> None:
     """`target[i] = pages[ids[i]]`; pages [num_slots, ...], ids on any device, target contiguous on the CPU, of the same
     dtype or a wider one."""
     ids = ids.to(pages.device)
-    if pages.device == target.device and pages.dtype == target.dtype:
+    if pages.device != target.device:
+        target.copy_(pages.index_select(0, ids))
+    elif pages.dtype == target.dtype:
         torch.index_select(pages, 0, ids, out=target)
     else:
-        target.copy_(pages.index_select(0, ids))
+        narrow = _scratch.take_narrow(pages)
+        for start in range(0, ids.shape[0], narrow.shape[0]):
+            piece = ids[start : start + narrow.shape[0]]
+            into = target[start : start + narrow.shape[0]]
+            into.copy_(torch.index_select(pages, 0, piece, out=narrow[: piece.shape[0]]))
 
 
 def _flash(
@@ -266,22 +297,6 @@ def _flash(
         query[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, is_causal, scale=scale
     )
     return output[0], lse[0]
-
-
-def _fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[T, HQ, D] to [H, G * T, D]: the queries that share a key/value head as rows of one head."""
-    num_tokens, num_heads, head_dim = query.shape
-    group = num_heads // num_kv_heads
-    by_head = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    return by_head.reshape(num_kv_heads, group * num_tokens, head_dim)
-
-
-def _unfold(rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[H, G * T, D] to [T, HQ, D]: the reverse of `_fold`."""
-    num_kv_heads, num_rows, width = rows.shape
-    group = num_rows // num_tokens
-    by_token = rows.view(num_kv_heads, group, num_tokens, width).permute(2, 0, 1, 3)
-    return by_token.reshape(num_tokens, num_kv_heads * group, width)
 
 
 # The Triton path. What it needs is imported when it is first taken: the torch path works without Triton.

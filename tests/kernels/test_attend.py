@@ -69,6 +69,7 @@ def test_any_split_over_memories_equals_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         # A small buffer is filled and attended to many times, and cuts parts anywhere.
         patch.setattr(attend_module, "SCRATCH_BYTES", scratch_tokens * 2 * num_kv_heads * head_dim * 4)
+        patch.setattr(attend_module, "_NARROW_BYTES", scratch_tokens * num_kv_heads * head_dim)
         run(context, query, key, value)
 
 
@@ -232,8 +233,9 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     torch.testing.assert_close(lse, torch.full((2, 1), 30.0 * 64 + torch.tensor(16.0).log().item()))
 
 
-def test_a_context_far_beyond_the_buffer_needs_no_more_memory() -> None:
+def test_a_context_far_beyond_the_buffer_needs_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages named over and over, many times what the buffer holds; the result is that of one page."""
+    monkeypatch.setattr(attend_module, "_scratch", attend_module._Scratch())
     random = Random(0)
     pages = tensor(random, 4, 2, 16, 1, 64, dtype=torch.float32)
     pages[1:] = pages[0]
@@ -242,8 +244,7 @@ def test_a_context_far_beyond_the_buffer_needs_no_more_memory() -> None:
     table = torch.arange(4, dtype=torch.int32).repeat(1200)
     output, lse = attend(query, [PagedPart(pages, table, table.numel() * 16)], key=none, value=none, scale=0.125)
     expected = attend(query, [PagedPart(pages, table[:1], 16)], key=none, value=none, scale=0.125)
-    scratch = attend_module._scratch.take(torch.float32, 1, 64, 16)
-    assert scratch.numel() * 4 <= attend_module.SCRATCH_BYTES
+    assert attend_module._scratch._buffer.numel() <= attend_module.SCRATCH_BYTES
     torch.testing.assert_close(output, expected.output, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected.lse + torch.tensor(4800.0).log())
 
