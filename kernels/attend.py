@@ -63,7 +63,8 @@ class PartSource(Protocol):
     def parts(self, layer: int) -> Iterator[PagedPart]:
         """The context's parts in one layer, in any order, each token once. Called from the thread that attends.
 
-        A part is valid until the next one is asked for, or the iterator is closed; asking may wait for a transfer.
+        A part is valid until the next one is asked for, or the iterator is closed; asking may wait for a transfer, but
+        must not itself call `attend`, which is in the middle of using its thread's buffer.
         """
         ...
 

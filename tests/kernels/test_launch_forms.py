@@ -1,0 +1,125 @@
+"""What the wrappers hand to the launcher, up to the last step before a GPU: names, types, options, the compiled form.
+
+Triton's launcher is told that there is a GPU. It then binds the arguments, finds out their alignment and compiles, as
+it would; only the launch itself is left out. Nothing else shows without a GPU that wrapper and kernel agree, because the
+interpreter takes arguments and options that the launcher does not.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hicache.kernels import launch
+from hicache.kernels.attend import PagedPart, attend
+from hicache.kernels.compile_report import Case, compile_case
+from hicache.kernels.decode import paged_decode
+from hicache.kernels.extend import paged_extend
+from hicache.kernels.gather import LayerPages, gather_pages, scatter_pages
+from hicache.kernels.merge import merge_states
+from tests.kernels.contexts import scatter_context, tensor
+
+
+class Gpu:
+    """As much of a driver as binding and compiling ask for: one Hopper GPU, on which nothing can be launched."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The kernels that would have been launched, compiled, in order; tensors in CPU memory stand for those of the GPU."""
+    kernels: list[Any] = []
+    touched: set[int] = set()
+
+    def bind(function: JITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        if id(function) not in touched:
+            # What is compiled for the GPU that is not there must not be launched on one that is.
+            touched.add(id(function))
+            monkeypatch.setattr(function, "device_caches", defaultdict(function.create_binder))
+
+        def compile_only(**arguments: Any) -> None:
+            assert 1 <= len(grid) <= 3
+            assert all(1 <= size < (2**31 if axis == 0 else 2**16) for axis, size in enumerate(grid))
+            kernels.append(function.run(grid=grid, warmup=True, **arguments))
+
+        return compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", Gpu())
+    monkeypatch.setattr(JITFunction, "__getitem__", bind)
+    monkeypatch.setattr(launch, "require_launchable", lambda argument, device: None)
+    return kernels
+
+
+def test_decode_in_splits(launched: list[Any]) -> None:
+    pages = torch.empty(40, 3, 2, 16, 2, 64, dtype=torch.bfloat16)[:, 1]
+    tables, lengths = torch.zeros(3, 7, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    query = torch.empty(3, 8, 64, dtype=torch.bfloat16)
+    paged_decode(query, pages, tables, lengths, scale=0.125, num_splits=4)
+    decode, merge = launched
+    assert (decode.name, merge.name) == ("_paged_decode_kernel", "_merge_states_kernel")
+    # The report speaks of the kernels that are launched: same code, so the same needs.
+    reported = compile_case(Case("decode", "bfloat16", 64, 16), 90)
+    assert decode.metadata.shared == reported.shared_bytes
+    assert decode.asm["ptx"].count("cp.async.cg.shared.global") > 0
+    assert (decode.metadata.num_warps, decode.metadata.enable_fp_fusion) == (4, True)
+
+
+@pytest.mark.parametrize(("prefix", "new"), [(True, True), (True, False), (False, True)])
+def test_extend_with_and_without_prefix_and_new_keys(launched: list[Any], prefix: bool, new: bool) -> None:
+    paged: dict[str, Any] = {
+        "pages": torch.empty(40, 2, 16, 1, 64, dtype=torch.float16),
+        "block_tables": torch.zeros(2, 7, dtype=torch.int32),
+        "prefix_lens": torch.ones(2, dtype=torch.int32),
+    }
+    keys: dict[str, Any] = {name: torch.empty(9, 1, 64, dtype=torch.float16) for name in ("key", "value")}
+    query, indptr = torch.empty(9, 4, 64, dtype=torch.float16), torch.tensor([0, 5, 9], dtype=torch.int32)
+    paged_extend(query, indptr, scale=0.125, **(paged if prefix else {}), **(keys if new else {}))
+    (extend,) = launched
+    kernel = {(True, True): "extend", (True, False): "extend-prefix", (False, True): "extend-new"}[prefix, new]
+    assert extend.metadata.shared == compile_case(Case(kernel, "float16", 64, 16), 90).shared_bytes
+
+
+def test_gather_and_scatter_move_wide_words(launched: list[Any]) -> None:
+    pages = LayerPages.of([torch.empty(9, 2, 16, 3, 64, dtype=torch.bfloat16) for _ in range(3)])
+    slots, ids = torch.empty(5, 4, 2, 16, 3, 64, dtype=torch.bfloat16), torch.tensor([1, 3])
+    gather_pages(pages, ids, slots, ids, first_layer=1, path=launch.Path.TRITON)
+    scatter_pages(slots, ids, pages, ids, first_layer=1, path=launch.Path.TRITON)
+    for kernel in launched:
+        assert "ld.global.v4.b32" in kernel.asm["ptx"]
+        assert "st.global.v4.b32" in kernel.asm["ptx"]
+    assert len(launched) == 2
+
+
+def test_merge(launched: list[Any]) -> None:
+    merge_states(torch.empty(3, 5, 2, 64), torch.empty(3, 5, 2), dtype=torch.bfloat16)
+    assert [kernel.name for kernel in launched] == ["_merge_states_kernel"]
+
+
+@pytest.mark.parametrize("num_new", [1, 7])
+def test_attend_launches_once_a_part_once_for_the_new_keys_and_merges(launched: list[Any], num_new: int) -> None:
+    random = Random(1)
+    context = scatter_context(random, 60, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    query = tensor(random, num_new, 3, 64, dtype=torch.bfloat16)
+    key, value = (tensor(random, num_new, 1, 64, dtype=torch.bfloat16) for _ in range(2))
+    parts = [*context.parts, PagedPart(context.parts[0].pages, torch.zeros(0, dtype=torch.int32), 0)]
+    attend(query, parts, key=key, value=value, scale=0.125, path=launch.Path.TRITON)
+    per_part = "_paged_decode_kernel" if num_new == 1 else "_paged_extend_kernel"
+    with_tokens = sum(part.num_tokens > 0 for part in parts)
+    names = [kernel.name for kernel in launched]
+    assert names == [per_part] * with_tokens + ["_paged_extend_kernel", "_merge_states_kernel"]
