@@ -1,8 +1,8 @@
 """What the wrappers hand to the launcher, up to the last step before a GPU: names, types, options, the compiled form.
 
 Triton's launcher is told that there is a GPU. It then binds the arguments, finds out their alignment and compiles, as
-it would; only the launch itself is left out. Nothing else shows without a GPU that wrapper and kernel agree, because the
-interpreter takes arguments and options that the launcher does not.
+it would; only the launch itself is left out. Nothing else shows without a GPU that wrapper and kernel agree, because
+the interpreter takes arguments and options that the launcher does not.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ class Gpu:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """The kernels that would have been launched, compiled, in order; tensors in CPU memory stand for those of the GPU."""
+    """Compiled kernels that would have been launched, in order; tensors in CPU memory stand for those of the GPU."""
     kernels: list[Any] = []
     touched: set[int] = set()
 
