@@ -41,6 +41,7 @@ def report(tmp_path: Path, *arguments: str, interpret: bool = False) -> subproce
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_pairwise_cover_compiles_from_an_empty_cache(tmp_path: Path) -> None:
     done = report(tmp_path, "--pairwise", "--json", str(tmp_path / "report.json"))

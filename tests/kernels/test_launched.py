@@ -25,6 +25,7 @@ def test_there_is_a_file_for_every_kernel() -> None:
     assert {file.stem for file in FILES} >= {"test_attend", "test_decode", "test_extend", "test_gather", "test_merge"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_in_the_interpreter(file: Path) -> None:
