@@ -85,13 +85,11 @@ def _check_tokens(tree: "HiRadixTree", node: Node) -> None:
 def _check_residency(tree: "HiRadixTree", node: Node) -> None:
     assert node._states & TIER_MASK, "3: a node in the tree has no copy that can be served"
     num_held = 0
+    children = child_nodes(node)
     for index in range(len(tree.tiers)):
         state = state_of(node._states, index)
         num_held += state is not Residency.ABSENT
-        in_tier = sum(
-            state_of(child._states, index) in IN_TIER
-            for child in child_nodes(node)
-        )
+        in_tier = len([child for child in children if state_of(child._states, index) in IN_TIER])
         assert node._in_tier >> 32 * index & 0xFFFFFFFF == in_tier, "9: children in a tier are miscounted"
     num_slots, spare = divmod(len(node._slots), 4)
     most = node._num_pages * (2 if num_held == 1 else num_held)

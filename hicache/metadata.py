@@ -6,7 +6,7 @@ tiers, namespaces, publications and reports, each times a constant below; and, e
 The constants come from the growth of a process's resident memory under CPython 3.11, with a budget set
 (`tests/hicache/test_metadata.py` measures it again). Over the shapes that were tried (flat and in groups, a spine with
 a leaf at every page, long runs, one copy a node or one in each of three tiers, many namespaces, publications, reports;
-page sizes of 1 to 64, 20,000 to 180,000 nodes) the estimate was between 8 % below and 25 % above what was measured.
+page sizes of 1 to 64, 10,000 to 180,000 nodes) the estimate was between 8 % below and 30 % above what was measured.
 Most of the difference is in the dictionaries, which grow by doubling. Not in it: leases, pins and moves, which belong
 to their callers; and up to as many bytes of tokens and slots again as a node has, where a split cut off less than half
 of a run and the rest is not worth a copy yet.

@@ -213,25 +213,21 @@ def held_tiers(states: int) -> int:
     return (states | states >> ARRIVING_SHIFT | states >> CONDEMNED_SHIFT) & TIER_MASK
 
 
-def state_of(states: int, index: int) -> Residency:
-    """State of tier `index` in a node's packed states."""
-    if states >> index & 1:
-        return Residency.RESIDENT
-    if states >> (ARRIVING_SHIFT + index) & 1:
-        return Residency.ARRIVING
-    if states >> (CONDEMNED_SHIFT + index) & 1:
-        return Residency.CONDEMNED
-    return Residency.ABSENT
-
-
 _BIT: Final = {
     Residency.ABSENT: 0,
     Residency.ARRIVING: 1 << ARRIVING_SHIFT,
     Residency.RESIDENT: 1,
     Residency.CONDEMNED: 1 << CONDEMNED_SHIFT,
 }
+_BITS: Final = 1 | 1 << ARRIVING_SHIFT | 1 << CONDEMNED_SHIFT
+_STATE: Final = {bit: state for state, bit in _BIT.items()}
+
+
+def state_of(states: int, index: int) -> Residency:
+    """State of tier `index` in a node's packed states."""
+    return _STATE[states >> index & _BITS]
 
 
 def with_state(states: int, index: int, state: Residency) -> int:
     """A node's packed states with tier `index` in `state`."""
-    return states & ~((1 | 1 << ARRIVING_SHIFT | 1 << CONDEMNED_SHIFT) << index) | _BIT[state] << index
+    return states & ~(_BITS << index) | _BIT[state] << index

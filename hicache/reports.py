@@ -32,6 +32,10 @@ class Reports:
         """By instance, which pages of a node it has: never 0."""
         return self.by_node.get(node, {})
 
+    def counts(self, node: Node) -> dict[TierId, int]:
+        """By instance, how many pages of a node it has."""
+        return {instance: pages.bit_count() for instance, pages in self.of(node).items()}
+
     def split(self, upper: Node, lower: Node) -> None:
         """`lower` was split, and has lost its first pages to `upper`."""
         border = upper._num_pages

@@ -415,7 +415,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
             num_leases=node._num_leases,
             num_children=len(node._children or ()),
             is_published=node.is_published,
-            reported={instance: pages.bit_count() for instance, pages in self._reports.of(node).items()},
+            reported=self._reports.counts(node) if self._reports.by_node else {},
         )
 
     def check_integrity(self) -> None:

@@ -429,10 +429,15 @@ class ReadsUnpublished(HiRadixTree):
 class PartialOfUnpublished(HiRadixTree):
     """Offers a page as a partial that its owner has not published."""
 
-    def _best_child(self, children: Any, raw: Any, position: int, num_bytes: int) -> Any:
-        for child in children.values():
-            return self._find_partial(child._parent, child._parent._num_pages, raw, position, num_bytes)
-        return None
+    def _match_published(self, digest: bytes, root: Root | None, others: list[Root], packed: Any) -> Match:
+        match = super()._match_published(digest, root, others, packed)
+        if not match.nodes or match.num_tokens == len(packed):
+            return match
+        position = 4 * match.num_tokens
+        partial = self._find_partial(
+            match.nodes[-1], match.pages_in_last, packed.tobytes(), position, packed.nbytes
+        )
+        return match._replace(partial=partial)
 
 
 class PrefersOthers(HiRadixTree):
