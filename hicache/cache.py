@@ -442,7 +442,6 @@ class Cache:
         if not all(ok):
             _count(self.counters.failed_moves, lane.name, ok.count(False))
             self._forget_bad(moving, result.outcomes)
-        moving.outcomes = tuple(result.outcomes)
         for tier_id in (moving.source, moving.target):
             self._under_way[tier_id] -= 1
         self._free_slots(finished.freed)
@@ -463,10 +462,9 @@ class Cache:
 
         What cannot be brought (no room, a failed read) stays where it is; a caller looks at the residency afterwards.
         """
-        order = list(self.tiers)
         if NVME in self.tiers:
             await self._promote_hop(lease, NVME, HOST, sum(n.num_pages for n in self.path(lease)), priority, deadline)
-        if DEVICE in order:
+        if DEVICE in self.tiers:
             await self._promote_hop(lease, HOST, DEVICE, max_device_pages, priority, deadline)
 
     async def _promote_hop(
@@ -505,9 +503,9 @@ class Cache:
 
     def _wants(self, node: Node, source: TierId, target: TierId) -> bool:
         """Whether the node should take this hop on its way up: it can, and is in nothing as fast as the target."""
-        faster = list(self.tiers)[: list(self.tiers).index(target) + 1]
+        slower = self._from(target)[1:]
         return node.residency(source) is Residency.RESIDENT and all(
-            node.residency(tier_id) is Residency.ABSENT for tier_id in faster
+            node.residency(tier_id) is Residency.ABSENT for tier_id in self.tiers if tier_id not in slower
         )
 
     def _node_at(self, lease: Lease, position: int) -> Node | None:
@@ -679,8 +677,6 @@ class Moving:
     source: TierId
     target: TierId
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    outcomes: tuple[Outcome | None, ...] = ()
-    """One a page, once `done` is set; None for a page that was never copied."""
 
 
 @dataclass(slots=True, eq=False)
