@@ -232,3 +232,56 @@ class SupportsLayerRead(Protocol):
         """Queue the reads and return at once. Callable from any thread. Generation, identity and the layer's own
         checksum are verified as `Tier.read` verifies whole pages."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredRun:
+    """Pages that a tier still holds from before a restart: neighbours in one prompt, in order."""
+
+    namespace: bytes
+    """The identity record (`Namespace.encode`), as `remember` was given it."""
+    prefix: bytes
+    """Chain digest of everything before the first page: the namespace's digest, or the `chain` of an earlier run."""
+    chain: bytes
+    """Chain digest up to and including the last page."""
+    tokens: bytes
+    """Token ids of all its pages, packed little-endian int32."""
+    slots: Slots
+    """`[num_pages]`. They are handed out, as if `allocate` had given them: who does not want a page frees its slot."""
+
+
+@runtime_checkable
+class SupportsDurability(Protocol):
+    """A tier whose pages survive the process: NVMe.
+
+    Writes and frees are numbered as they are accepted. *Accepted* (`write` answered `OK`) means readable from now on;
+    *durable* means that it survives `kill -9` and a power cut. Who does not ask for durable never waits for a disk's
+    cache to be flushed. A tier makes pages durable in the order in which they were accepted.
+    """
+
+    @property
+    def accepted(self) -> int:
+        """Number of the last write or free that was accepted; 0 before the first."""
+        ...
+
+    @property
+    def durable(self) -> int:
+        """Every write and free up to this number is durable. Never falls."""
+        ...
+
+    async def sync(self, number: int, *, deadline: float) -> None:
+        """Wait until `durable` has reached `number`, at most until `deadline` (monotonic seconds).
+
+        Raises `DeadlineExceeded`, and `TierUnavailable` when what was accepted cannot be made durable: a flush failed.
+        """
+        ...
+
+    def remember(self, digest: bytes, record: bytes) -> None:
+        """Keep a namespace's record with its pages. Called before the first page of that namespace is written; again
+        is harmless. Never waits."""
+        ...
+
+    def recovered(self) -> Sequence[RecoveredRun]:
+        """What was durable when the tier was opened, parents before children, prefix-closed. Once: later calls return
+        nothing."""
+        ...
