@@ -272,6 +272,10 @@ def _million(report: Report, scale: Scale) -> None:
 
 def measure_large(num_nodes: int) -> dict[str, float]:
     """The rows of a tree of `num_nodes` nodes, one page of 64 tokens each. Run alone in a process."""
+    # What imports left is not the tree's: a process that is to answer for long sets it aside once, as this one does.
+    # Otherwise a full collection visits some ten thousand objects of modules each time, 5 ms of them.
+    gc.collect()
+    gc.freeze()
     rng = np.random.default_rng(2)
     namespace = _namespace(PAGE)
     small = _tree(PAGE)
