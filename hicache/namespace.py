@@ -21,12 +21,15 @@ from enum import Enum
 from typing import Final
 
 from hicache.errors import BadRequest
-from hicache.layout import MAX_LAYERS, KVLayout
+from hicache.layout import MAX_LAYERS, AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
 
 FORMAT_VERSION: Final = 1
 """Counts changes of this encoding; part of every record, so that versions never share pages."""
 MAX_FIELD_BYTES: Final = 4096
 """Longest text or digest of one field."""
+MAX_RECORD_BYTES: Final = 1 << 17
+"""No record is longer: eight texts of `MAX_FIELD_BYTES`, `MAX_LAYERS` layer groups and pipeline ranges, the rest."""
+_MAGIC: Final = b"hicache-namespace" + struct.pack("<H", FORMAT_VERSION)
 
 
 def _encode_list(values: list[bytes]) -> bytes:
@@ -146,10 +149,28 @@ class Namespace(_Memo):
 
     def encode(self) -> bytes:
         """The record as bytes, in the form this module's docstring gives."""
-        record = bytearray(b"hicache-namespace" + struct.pack("<H", FORMAT_VERSION))
+        record = bytearray(_MAGIC)
         for tag, value in enumerate(self._fields(), start=1):
             record += struct.pack("<BI", tag, len(value)) + value
         return bytes(record)
+
+    @classmethod
+    def decode(cls, record: bytes) -> "Namespace":
+        """The namespace whose `encode` gives exactly these bytes. They may come from anywhere, a disk say.
+
+        Raises `BadRequest`, naming `record` or the field of a namespace that is out of its bounds, for all other bytes.
+        """
+        if len(record) > MAX_RECORD_BYTES:
+            raise BadRequest("record", f"{len(record)} bytes are more than {MAX_RECORD_BYTES}")
+        try:
+            namespace = _decode(record)
+        except (ValueError, struct.error) as error:
+            if isinstance(error, BadRequest):
+                raise
+            raise BadRequest("record", f"cannot be read: {error}") from None
+        if namespace.encode() != record:
+            raise BadRequest("record", "is not in the one form of the namespace that it names")
+        return namespace
 
     @property
     def digest(self) -> bytes:
@@ -193,3 +214,71 @@ class Namespace(_Memo):
         yield self.positions.encode()
         yield self.codec.encode()
         yield self.salt
+
+
+def _decode(record: bytes) -> Namespace:
+    """Read a record. Raises `ValueError` (also as `BadRequest`) and `struct.error` for what is none."""
+    if not record.startswith(_MAGIC):
+        raise ValueError(f"it does not begin as a record of format version {FORMAT_VERSION} does")
+    fields: list[bytes] = []
+    at = len(_MAGIC)
+    while at < len(record):
+        tag, length = struct.unpack_from("<BI", record, at)
+        at += struct.calcsize("<BI")
+        if tag != len(fields) + 1 or length > len(record) - at:
+            raise ValueError(f"field {len(fields) + 1} is not there, or longer than the record")
+        fields.append(record[at : at + length])
+        at += length
+    (
+        tenant, model, tokenizer, adapter, generation, dtype, groups, order, page_size, num_ranks, ranges, positions,
+        codec, salt,
+    ) = fields
+    kind, base, scaling, keys = _decode_list(positions)
+    return Namespace(
+        model=model.decode(),
+        layout=KVLayout(
+            groups=tuple([_decode_group(*_decode_list(group)) for group in _decode_list(groups)]),
+            dtype=KVDtype(dtype.decode()),
+            page_size=_decode_count(page_size),
+            order=PageOrder(order.decode()),
+        ),
+        tenant=tenant.decode(),
+        tokenizer=tokenizer.decode(),
+        adapter=adapter.decode(),
+        adapter_generation=_decode_count(generation),
+        positions=PositionScheme(
+            kind.decode(), struct.unpack("<d", base)[0], scaling.decode(), KeyEncoding(keys.decode())
+        ),
+        num_ranks=_decode_count(num_ranks),
+        pipeline_ranges=tuple([_decode_range(each) for each in _decode_list(ranges)]),
+        codec=codec.decode(),
+        salt=salt,
+    )
+
+
+def _decode_group(kind: bytes, numbers: bytes) -> LayerGroup:
+    num_layers, num_kv_heads, head_dim, window = struct.unpack("<4Q", numbers)
+    return LayerGroup(AttentionKind(kind.decode()), num_layers, num_kv_heads, head_dim, window or None)
+
+
+def _decode_range(numbers: bytes) -> tuple[int, int]:
+    start, stop = struct.unpack("<2Q", numbers)
+    return start, stop
+
+
+def _decode_count(value: bytes) -> int:
+    (count,) = struct.unpack("<Q", value)
+    return int(count)
+
+
+def _decode_list(value: bytes) -> list[bytes]:
+    items: list[bytes] = []
+    at = 0
+    while at < len(value):
+        (length,) = struct.unpack_from("<I", value, at)
+        at += struct.calcsize("<I")
+        if length > len(value) - at:
+            raise ValueError("an item of a list is longer than the list")
+        items.append(value[at : at + length])
+        at += length
+    return items

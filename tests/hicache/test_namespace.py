@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hicache.errors import BadRequest
 from hicache.layout import MAX_LAYERS, AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
-from hicache.namespace import MAX_FIELD_BYTES, KeyEncoding, Namespace, PositionScheme
+from hicache.namespace import MAX_FIELD_BYTES, MAX_RECORD_BYTES, KeyEncoding, Namespace, PositionScheme
 
 LAYOUT: Final = KVLayout.uniform(num_layers=30, num_kv_heads=3, head_dim=64, dtype=KVDtype.BFLOAT16, page_size=16)
 BASE: Final = Namespace(model="sha256:ab", layout=LAYOUT)
@@ -147,6 +147,47 @@ _namespaces = st.builds(
 def test_the_encoding_can_be_read_back(record: Namespace) -> None:
     # What can be read back without loss cannot encode two records alike.
     assert _decode(record.encode()) == record
+    assert Namespace.decode(record.encode()) == record
+
+
+def test_the_longest_record_can_be_read_back() -> None:
+    long = "x" * MAX_FIELD_BYTES
+    groups = tuple([LayerGroup(AttentionKind.SLIDING_WINDOW, 1, 1, 1, window=1)] * MAX_LAYERS)
+    record = Namespace(
+        model=long,
+        layout=replace(LAYOUT, groups=groups),
+        tenant=long,
+        tokenizer=long,
+        adapter=long,
+        positions=PositionScheme(kind=long, scaling=long),
+        pipeline_ranges=((0, MAX_LAYERS),) * MAX_LAYERS,
+        codec=long,
+        salt=long.encode(),
+    )
+    assert Namespace.decode(record.encode()) == record
+    with pytest.raises(BadRequest, match=f"record: {MAX_RECORD_BYTES + 1} bytes"):
+        Namespace.decode(bytes(MAX_RECORD_BYTES + 1))
+
+
+@given(_namespaces, st.data())
+def test_damaged_records_are_refused_or_are_other_records(record: Namespace, data: st.DataObject) -> None:
+    encoded = record.encode()
+    at = data.draw(st.integers(0, len(encoded)))
+    replacement = data.draw(st.binary(max_size=6))
+    damaged = encoded[:at] + replacement + encoded[at + data.draw(st.integers(0, 6)) :]
+    try:
+        decoded = Namespace.decode(damaged)
+    except BadRequest:
+        assert damaged != encoded
+    else:
+        assert decoded.encode() == damaged
+        assert (decoded == record) == (damaged == encoded)
+
+
+@pytest.mark.parametrize("record", [b"", b"\0" * 19, BASE.encode()[:-1], BASE.encode() + b"\0", BASE.encode()[:19]])
+def test_what_is_no_record_is_refused_by_name(record: bytes) -> None:
+    with pytest.raises(BadRequest, match=r"^record: "):
+        Namespace.decode(record)
 
 
 @given(_namespaces, _namespaces, st.data())
