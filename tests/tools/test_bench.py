@@ -1,7 +1,9 @@
 """`hicache bench`: every row it promises is there, in the form that others read."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +32,41 @@ def test_bench_tree_measures_every_row(tmp_path: Path, capsys: pytest.CaptureFix
     assert rows["array_equal_131k"]["baseline"]["name"] == "numpy.array_equal"
     printed = capsys.readouterr().out
     assert all(name in printed for name in rows)
+
+
+NVME_ROWS = {"read_2m", "write_2m", "read_368640", "write_368640"}
+
+
+def test_bench_nvme_measures_every_row_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, directory = tmp_path / "nvme.json", tmp_path / "disk"
+    directory.mkdir()
+    assert main(["bench", "nvme", "--scale", "16", "--dir", str(directory), "--json", str(target)]) == 0
+    assert list(directory.iterdir()) == []
+    rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+    assert set(rows) >= NVME_ROWS
+    for name, row in rows.items():
+        assert row["value"] > 0
+        assert row["baseline"]["value"] > 0
+        if name in NVME_ROWS:
+            assert row["unit"] == "GB/s"
+            assert row["goal"] == 0.95
+            assert row["baseline"]["name"].startswith("raw O_DIRECT, depth ")
+            assert row["bound"] > 0
+    assert "reading" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("full", "problem"),
+    [(False, "there is no directory"), (True, "free, the run takes")],
+)
+def test_bench_nvme_refuses_a_directory_before_it_makes_anything(
+    full: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path if full else tmp_path / "missing"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert main(["bench", "nvme", "--dir", str(directory)]) == 2
+    assert problem in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_row_is_judged_by_its_value_or_by_its_ratio() -> None:

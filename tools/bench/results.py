@@ -21,6 +21,8 @@ from hicache.tools.terminal import Colour, Style, pad
 
 Report = Callable[["Row"], None]
 """Called with each row as it is measured."""
+Note = Callable[[str], None]
+"""Called with what is measured next, by benches that take more than a second between rows."""
 
 
 @dataclass(frozen=True, slots=True)

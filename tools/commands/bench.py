@@ -3,14 +3,49 @@
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
-from hicache.tools.terminal import Style
+from hicache.tools.terminal import Style, printable
 from hicache.tools.units import format_bytes
 
-BENCHES: Final = {"tree": "match, insert and eviction in the HiRadixTree"}
+if TYPE_CHECKING:
+    from hicache.tools.bench.results import Note, Report
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One of the things that can be measured."""
+
+    summary: str
+    prepare: Callable[[argparse.Namespace], "Callable[[Report, Note], None]"]
+    """From options to what measures; raises `UsageProblem` before anything is touched. Loads what it needs when it is
+    called."""
+
+
+def _tree(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import tree
+
+    scale = tree.Scale(divisor=args.scale)
+    return lambda report, note: tree.run(report, scale)
+
+
+def _nvme(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import nvme
+
+    plan = nvme.Plan(args.dir, args.scale)
+    nvme.check(plan)
+    return lambda report, note: nvme.run(report, note, plan)
+
+
+BENCHES: Final = {
+    "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
+    "nvme": Bench("pages in and out of the NVMe tier, beside direct I/O without it", _nvme),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Measures one part of hicache and prints each figure with its baseline from the same run, their ratio, the\n"
         "bound that no code could beat, and the goal. Ratios travel to other machines, times do not."
     )
-    parser.epilog = "benches:\n" + "\n".join(f"  {name:<8}{text}" for name, text in BENCHES.items())
+    parser.epilog = "benches:\n" + "\n".join(f"  {name:<9}{bench.summary}" for name, bench in BENCHES.items())
     parser.add_argument("name", metavar="NAME", help="what to measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures in FILE")
+    parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(tempfile.gettempdir()),
+                        help="measure the file system of DIR; nothing stays there (default %(default)s)")  # fmt: skip
     parser.add_argument("--scale", type=int, default=1, metavar="N",
                         help="divide the loads by N, to try the code, not to measure it (default 1)")  # fmt: skip
 
@@ -34,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageProblem(f"--scale: {args.scale} is below 1")
     if args.json is not None and not args.json.parent.is_dir():
         raise UsageProblem(f"--json: there is no directory {args.json.parent}")
+    measure = BENCHES[args.name].prepare(args)
 
-    from hicache.tools.bench import results, tree
+    from hicache.tools.bench import results
 
     style = Style.of(sys.stdout)
     machine = results.machine()
@@ -48,7 +86,11 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
         print(results.line(row, style), flush=True)
 
-    tree.run(report, tree.Scale(divisor=args.scale))
+    def note(text: str) -> None:
+        # Not among the rows: who keeps those in a file sees here that work goes on.
+        print(f"{args.name}: {printable(text)}", file=sys.stderr, flush=True)
+
+    measure(report, note)
     if args.json is not None:
         text = json.dumps({"bench": args.name, "machine": machine, "rows": [row.to_json() for row in rows]}, indent=1)
         try:

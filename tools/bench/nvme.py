@@ -1,0 +1,267 @@
+"""`hicache bench nvme`: pages in and out of the NVMe tier, beside what the device gives without it.
+
+Both sides move pages of one size between the same memory (an arena in 2 MiB pages, as the host tier's) and the same
+file system, in one process, in short rounds that alternate; figures are medians over the rounds.
+
+- The tier is used as the movers use it: batches of 16 pages, several under way, checksums on, commits running.
+- The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins.
+- Reads are cold: both sides go around the page cache, and no page is read twice in a round.
+- Writes go half into slots that were never used and half into slots that are freed to make room, as in a full tier.
+  What was accepted counts; `synced` counts the time until all of it is durable too, on both sides.
+- One file a page through the page cache is what a cache without a format of its own does: written, then synced; and
+  read after the page cache was told to forget it.
+
+The bound is the best bandwidth that the raw loop had in that direction, at any depth and page size of the run.
+"""
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import numpy as np
+
+from hicache.layout import KVDtype, KVLayout
+from hicache.tier import HOST
+from hicache.tiers.arena import Arena
+from hicache.tools.bench.nvme_sides import (
+    BATCH_PAGES,
+    FREE_BATCHES,
+    MAX_IN_FLIGHT_BYTES,
+    FileSide,
+    Load,
+    Memory,
+    RawSide,
+    TierSide,
+)
+from hicache.tools.bench.raw_io import DEPTHS
+from hicache.tools.bench.results import Baseline, Note, Report, Row
+from hicache.tools.exits import UsageProblem
+from hicache.tools.units import format_bytes
+
+GOAL: Final = 0.95
+"""Share of the raw loop's bandwidth that the tier is to reach, checksums included."""
+DEPTH_ROUNDS: Final = 3
+"""Rounds in which every depth is tried."""
+FILE_ROUNDS: Final = 3
+DURABLE_ROUNDS: Final = 12
+
+
+def _layout(num_layers: int, num_kv_heads: int, head_dim: int) -> KVLayout:
+    return KVLayout.uniform(
+        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=KVDtype.BFLOAT16, page_size=16
+    )
+
+
+LOADS: Final = (Load("2m", _layout(32, 8, 128)), Load("368640", _layout(30, 3, 64)))
+"""Pages of 16 tokens, in 16 bits, of models with 8 thousand million and with 135 million parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is moved."""
+
+    directory: Path
+    """Where files are made, in a directory of their own that is removed again."""
+    divisor: int = 1
+    """All sizes are divided by it: 1 for figures, more for trying the code."""
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of each measurement."""
+        return max(12 // self.divisor, 2)
+
+    @property
+    def round_bytes(self) -> int:
+        """What one side moves in a round."""
+        return (128 << 20) // self.divisor
+
+    @property
+    def short_round_bytes(self) -> int:
+        """The same for trying one depth, and for one file a page."""
+        return (96 << 20) // self.divisor
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory that pages come from and go to: more than any side has under way."""
+        return max((256 << 20) // self.divisor, 2 * MAX_IN_FLIGHT_BYTES)
+
+    def store_batches(self, load: Load) -> int:
+        """Batches that either side has room for."""
+        return load.batches(self.round_bytes) * self.rounds + FREE_BATCHES
+
+    def needed_bytes(self) -> int:
+        """Free space that the run takes at most at one time."""
+        stores = (self.store_batches(load) * BATCH_PAGES * load.shape.slot_bytes for load in LOADS)
+        return 2 * max(stores) + 2 * self.short_round_bytes + (64 << 20)
+
+
+def check(plan: Plan) -> None:
+    """Raises `UsageProblem` for a directory in which the run cannot be made. Creates nothing."""
+    directory = plan.directory
+    if not directory.is_dir():
+        raise UsageProblem(f"--dir: there is no directory {directory}")
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
+    except OSError as problem:
+        reason = "takes no direct I/O (O_DIRECT)" if problem.errno == errno.EINVAL else problem.strerror
+        raise UsageProblem(f"--dir: {directory}: {reason}") from problem
+    free, needed = shutil.disk_usage(directory).free, plan.needed_bytes()
+    if free < needed:
+        raise UsageProblem(
+            f"--dir: {directory} has {format_bytes(free)} free, the run takes {format_bytes(needed)}"
+        )
+
+
+def run(report: Report, note: Note, plan: Plan) -> None:
+    """Measure every row, one page size after the other. `check` first."""
+    arena = Arena(HOST, plan.arena_bytes)
+    try:
+        note("gathering memory into 2 MiB pages")
+        refusal = arena.collapse(threading.Event())
+        if refusal is not None:
+            note(f"memory stays in small pages ({refusal}): both sides are slower")
+        words = np.frombuffer(arena.memory, np.uint64)
+        words[:] = np.random.default_rng(1).integers(0, 1 << 64, words.size, np.uint64)  # nothing that compresses
+        benches = []
+        for load in LOADS:
+            with _scratch_directory(plan.directory) as directory:
+                benches.append(_Bench(plan, load, arena.memory, directory, note))
+                asyncio.run(benches[-1].measure())
+        bound = {way: max(bench.best_rate[way] for bench in benches) for way in ("read", "write")}
+        for bench in benches:
+            bench.report(report, bound)
+    finally:
+        arena.close()
+
+
+@contextmanager
+def _scratch_directory(parent: Path) -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="hicache-bench-", dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+class _Bench:
+    """All measurements of one page size."""
+
+    def __init__(self, plan: Plan, load: Load, memory: memoryview, directory: Path, note: Note) -> None:
+        self._plan = plan
+        self._load = load
+        self._memory = memory
+        self._directory = directory
+        self._note = note
+        self._rng = random.Random(2)
+        self._depth = {"read": DEPTHS[0], "write": DEPTHS[0]}
+        self.best_rate = {"read": 0.0, "write": 0.0}
+        """Of the raw loop, GB/s."""
+        self._figures: defaultdict[str, list[float]] = defaultdict(list)
+        """GB/s of every round, or milliseconds, by measurement and side."""
+
+    async def measure(self) -> None:
+        """Everything, one after the other."""
+        plan, load = self._plan, self._load
+        memory = Memory(self._memory, load.page_bytes)
+        num_batches, num_short = load.batches(plan.round_bytes), load.batches(plan.short_round_bytes)
+        raw = RawSide(load, memory, self._directory / "raw", plan.rounds * num_batches + num_short)
+        tier = TierSide(load, memory, self._directory / "tier", plan.rounds * num_batches)
+        files = FileSide(memory, self._directory / "files")
+        try:
+            self._note(f"{load.name}: the raw loop at depths {', '.join(map(str, DEPTHS))}")
+            self._try_depths(raw, num_short)
+            self._note(f"{load.name}: writing")
+            for index in range(plan.rounds):
+                await self._write_round(tier, raw, num_batches, reuse=False, tier_first=index % 2 == 0)
+            for index in range(plan.rounds):
+                await self._write_round(tier, raw, num_batches, reuse=True, tier_first=index % 2 == 0)
+            self._note(f"{load.name}: reading")
+            for index in range(plan.rounds):
+                await self._read_round(tier, raw, num_batches, tier_first=index % 2 == 0)
+            self._note(f"{load.name}: single batches until they are durable")
+            for _ in range(DURABLE_ROUNDS):
+                self._figures["durable.tier"].append(1e3 * (await tier.write(1, reuse=True)).durable_s)
+                durable_s = raw.write(1, reuse=True, depth=self._depth["write"]).durable_s
+                self._figures["durable.raw"].append(1e3 * durable_s)
+            self._note(f"{load.name}: one file a page")
+            for _ in range(FILE_ROUNDS):
+                self._add("written.files", num_short, files.write(num_short).durable_s)
+                self._add("read.files", num_short, files.read(num_short, self._rng))
+        finally:
+            files.close()
+            raw.close()
+            await tier.close()
+
+    def _try_depths(self, raw: RawSide, num_batches: int) -> None:
+        raw.write(num_batches, reuse=False, depth=DEPTHS[-1])
+        for _ in range(DEPTH_ROUNDS):
+            for depth in DEPTHS:
+                write_s = raw.write(num_batches, reuse=True, depth=depth).accepted_s
+                self._add(f"write.depth{depth}", num_batches, write_s)
+                self._add(f"read.depth{depth}", num_batches, raw.read(num_batches, self._rng, depth=depth))
+        for way in self._depth:
+            rates = {depth: self._median(f"{way}.depth{depth}") for depth in DEPTHS}
+            self._depth[way] = max(rates, key=rates.__getitem__)
+            self.best_rate[way] = max(rates.values())
+
+    async def _write_round(
+        self, tier: TierSide, raw: RawSide, num_batches: int, *, reuse: bool, tier_first: bool
+    ) -> None:
+        kind = "used" if reuse else "new"
+        for side in ("tier", "raw") if tier_first else ("raw", "tier"):
+            if side == "tier":
+                written = await tier.write(num_batches, reuse=reuse)
+            else:
+                written = raw.write(num_batches, reuse=reuse, depth=self._depth["write"])
+            self._add(f"{kind}.{side}", num_batches, written.accepted_s)
+            self._add(f"{kind}_synced.{side}", num_batches, written.durable_s)
+
+    async def _read_round(self, tier: TierSide, raw: RawSide, num_batches: int, *, tier_first: bool) -> None:
+        for side in ("tier", "raw") if tier_first else ("raw", "tier"):
+            if side == "tier":
+                seconds = await tier.read(num_batches, self._rng)
+            else:
+                seconds = raw.read(num_batches, self._rng, depth=self._depth["read"])
+            self._add(f"read.{side}", num_batches, seconds)
+
+    def _add(self, name: str, num_batches: int, seconds: float) -> None:
+        self._figures[name].append(num_batches * BATCH_PAGES * self._load.page_bytes / seconds / 1e9)
+
+    def _median(self, *names: str) -> float:
+        return median(rate for name in names for rate in self._figures[name])
+
+    def report(self, report: Report, bound: dict[str, float]) -> None:
+        """The rows. `bound` is GB/s, of reads and of writes."""
+        name = self._load.name
+
+        def beside_raw(row: str, way: str, *measured: str, goal: float | None = None) -> None:
+            raw_rate = self._median(*(f"{each}.raw" for each in measured))
+            raw = Baseline(f"raw O_DIRECT, depth {self._depth[way]}", raw_rate)
+            value = self._median(*(f"{each}.tier" for each in measured))
+            report(Row(row, value, "GB/s", raw, bound[way], goal, goal_is_ratio=True, higher_is_better=True))
+
+        def beside_files(row: str, way: str, value: float, measured: str) -> None:
+            files = Baseline("one file a page", self._median(measured))
+            report(Row(row, value, "GB/s", files, bound[way], higher_is_better=True))
+
+        beside_raw(f"read_{name}", "read", "read", goal=GOAL)
+        beside_raw(f"write_{name}", "write", "new", "used", goal=GOAL)
+        beside_raw(f"write_{name}_new_slots", "write", "new")
+        beside_raw(f"write_{name}_used_slots", "write", "used")
+        beside_raw(f"write_{name}_synced", "write", "new_synced", "used_synced")
+        beside_files(f"read_{name}_files", "read", self._median("read.tier"), "read.files")
+        synced = self._median("new_synced.tier", "used_synced.tier")
+        beside_files(f"write_{name}_synced_files", "write", synced, "written.files")
+        raw = Baseline("raw O_DIRECT, then synced", self._median("durable.raw"))
+        report(Row(f"durable_16_pages_{name}", self._median("durable.tier"), "ms", raw))
