@@ -105,6 +105,10 @@ class FileIO:
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
+    def fdatasync(self, fd: int) -> None:
+        """Make the file's bytes, and as much of its metadata as reading them takes, survive a power cut."""
+        os.fdatasync(fd)
+
 
 def own_uid() -> int:
     """Effective user id of this process."""
