@@ -17,6 +17,7 @@ Everything in here belongs to one event loop. The lane's workers are children of
 """
 
 from hicache.movers.lane import Lane, LaneStats
+from hicache.movers.speed import LaneSpeed
 from hicache.movers.transfer import PageMove, Priority, Transfer, TransferResult
 
-__all__ = ["Lane", "LaneStats", "PageMove", "Priority", "Transfer", "TransferResult"]
+__all__ = ["Lane", "LaneSpeed", "LaneStats", "PageMove", "Priority", "Transfer", "TransferResult"]

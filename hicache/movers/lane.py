@@ -10,7 +10,7 @@ from hicache.clock import Clock
 from hicache.errors import BadRequest
 from hicache.movers.copier import find_copier
 from hicache.movers.line import Line, Turn
-from hicache.movers.speed import Speed
+from hicache.movers.speed import LaneSpeed, Speed
 from hicache.movers.transfer import PageMove, Priority, Transfer, TransferResult
 from hicache.tier import Outcome, Tier
 
@@ -179,8 +179,24 @@ class Lane:
     def estimate_seconds(self, num_pages: int, *, priority: Priority = Priority.DEMAND) -> float:
         """Seconds until `num_pages` more pages would have been copied if they were submitted now, behind what is under
         way and what is queued at this priority or a more urgent one. 0.0 while nothing was measured."""
-        ahead = sum(line.num_pages for each, line in self._lines.items() if each <= priority) + self._in_flight_pages
-        return self._speed.seconds(ahead + num_pages, self._batch_pages, overlapped=self._num_workers > 1)
+        num_pages += self._pages_ahead(priority)
+        return self._speed.seconds(num_pages, self._batch_pages, overlapped=self._num_workers > 1)
+
+    def speed(self, *, priority: Priority = Priority.DEMAND) -> LaneSpeed:
+        """What the lane costs whoever submits now at this priority, in parts, for planning."""
+        page_s, latency_s = self._speed.page_s or 0.0, self._speed.latency_s
+        return LaneSpeed(
+            name=self.name,
+            ahead_s=self._pages_ahead(priority) * page_s,
+            latency_s=latency_s or 0.0,
+            page_s=page_s,
+            batch_pages=self._batch_pages,
+            is_measured=latency_s is not None,
+        )
+
+    def _pages_ahead(self, priority: Priority) -> int:
+        """Pages that are copied before those of a transfer submitted now."""
+        return sum(line.num_pages for each, line in self._lines.items() if each <= priority) + self._in_flight_pages
 
     @property
     def stats(self) -> LaneStats:

@@ -1,6 +1,30 @@
 """What a lane has learnt about its speed."""
 
+from dataclasses import dataclass
 from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpeed:
+    """What a lane costs whoever submits to it now: `ahead_s + latency_s + pages * page_s` seconds."""
+
+    name: str
+    """The lane's, as in `host->nvme`: equal names share one lane."""
+    ahead_s: float
+    """Seconds until what is queued or under way at this priority has been copied; 0.0 in an idle lane."""
+    latency_s: float
+    """Seconds that a first batch costs beside its bytes."""
+    page_s: float
+    """Seconds of one page's bytes."""
+    batch_pages: int
+    """Pages that the lane hands over at once: nothing arrives before so many have."""
+    is_measured: bool
+    """Some copy has ended well. Until then all times are 0.0, as if copying cost nothing."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds before the first byte of what is submitted now."""
+        return self.ahead_s + self.latency_s
 
 
 class Speed:
