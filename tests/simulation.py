@@ -97,13 +97,15 @@ class World:
         await asyncio.sleep(self.rng.choice((0.0, self.rng.uniform(0.0, seconds_max))))
 
 
-def run_simulated(main: Callable[[World], Coroutine[Any, Any, T]], seed: int) -> T:
-    """Run `main` to its end in a fresh world.
+def run_simulated(
+    main: Callable[[World], Coroutine[Any, Any, T]], seed: int, *, loop: SimulatedLoop | None = None
+) -> T:
+    """Run `main` to its end in a fresh world, on a loop of its own that may be of a kind of its own.
 
     Raises what `main` raises, `DeadlockError` when nothing can go on, and `AssertionError` when tasks are left or
     something was raised where nobody could catch it. What is raised carries the seed and the command that repeats it.
     """
-    loop = SimulatedLoop()
+    loop = loop or SimulatedLoop()
     try:
         result = loop.run_until_complete(main(World(seed, loop)))
         left = sorted(task.get_name() for task in asyncio.all_tasks(loop))
