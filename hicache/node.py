@@ -13,6 +13,7 @@ import numpy as np
 
 from hicache.collector import untrack
 from hicache.errors import BadRequest
+from hicache.namespace import Namespace
 from hicache.residency import Residency
 from hicache.sortedchunks import SortedChunks
 from hicache.tier import Slots, TierId
@@ -124,6 +125,11 @@ class Node:
         return self._root.digest
 
     @property
+    def record(self) -> Namespace:
+        """The namespace itself."""
+        return self._root.identity
+
+    @property
     def tenant(self) -> str:
         """Who owns the pages."""
         return self._root.owner
@@ -167,14 +173,14 @@ class Node:
 class Root(Node):
     """Where a namespace's tree begins: holds no page, is nobody's child, and is gone when it has no children."""
 
-    __slots__ = ("digest", "owner", "tiers")
+    __slots__ = ("digest", "identity", "owner", "tiers")
 
-    def __init__(self, digest: bytes, owner: str, tiers: Mapping[TierId, int]) -> None:
+    def __init__(self, namespace: Namespace, tiers: Mapping[TierId, int]) -> None:
         super().__init__(None, b"", b"", 0, 0)
         self._root = self
-        self._chain = digest
-        self.digest = digest
-        self.owner = owner
+        self._chain = self.digest = namespace.digest
+        self.identity = namespace
+        self.owner = namespace.tenant
         self.tiers = tiers
 
 

@@ -210,6 +210,11 @@ class Structure:
             end += page_bytes
         return path, position, node._num_pages
 
+    def _require_page_size(self, namespace: Namespace) -> None:
+        if namespace.layout.page_size != self.page_size:
+            problem = f"its pages have {namespace.layout.page_size} tokens, the tree's have {self.page_size}"
+            raise BadRequest("namespace", problem)
+
     def _require_live(self, node: Node) -> None:
         if node._root.tiers is not self._tier_index:
             raise BadRequest("node", "belongs to another tree")

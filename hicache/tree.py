@@ -6,7 +6,7 @@ One radix tree over token ids a namespace. A node is a run of whole pages with o
     structure   linking, splitting and joining nodes, residencies and their counts
     leasing     leases                    moving    pins and moves
     leaving     eviction, removal, flush  publishing, reporting   prefixes for other tenants, hints of engines
-    tree        matching, inserting, identities, inspection
+    restoring   what survived a restart   tree      matching, inserting, identities, inspection
 
 Invariants, checked by `check_integrity` (`hicache.integrity`):
 
@@ -53,6 +53,7 @@ from hicache.published import NOTHING
 from hicache.publishing import Publishing
 from hicache.reporting import Reporting
 from hicache.residency import Event, Residency
+from hicache.restoring import Restoring
 from hicache.results import Finished, Freed, Inserted, Match, NodeInfo, Occupancy, Partial, Removed
 from hicache.sortedchunks import SortedChunks
 from hicache.structure import SLOT_BYTES, digest_of, pack_parts
@@ -80,7 +81,7 @@ __all__ = [
 NO_SLOTS: Final[Slots] = np.frombuffer(b"", np.int32)
 
 
-class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
+class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
     """One radix tree a namespace over tiers of pages. See the module's docstring for the rules it keeps.
 
     `tiers` are the cache's own, fast to slow, at most 8, none twice. `policies` may name one policy object for any of
@@ -219,9 +220,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
         path: list[Node] = []
         position = inside = 0
         if root is None:
-            if namespace.layout.page_size != self.page_size:
-                problem = f"its pages have {namespace.layout.page_size} tokens, the tree's have {self.page_size}"
-                raise BadRequest("namespace", problem)
+            self._require_page_size(namespace)
         else:
             path, position, inside = self._descend(root, raw, packed.nbytes)
         matched = position // page_bytes
@@ -246,7 +245,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting):
             if root is not None:
                 path, position, inside = self._descend(root, raw, packed.nbytes)
         if root is None:
-            root = self._roots[digest] = Root(digest, namespace.tenant, self._tier_index)
+            root = self._roots[digest] = Root(namespace, self._tier_index)
         node: Node = root
         if path:
             node = path[-1]

@@ -6,7 +6,7 @@ from hicache.node import Node, Root, make_box
 from hicache.policy.base import EvictionPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.tier import DEVICE, HOST
-from tests.hicache.trees import World, sequence
+from tests.hicache.trees import World, make_namespace, sequence
 
 
 def make_node(root: Root, used: float) -> Node:
@@ -28,7 +28,7 @@ def test_random_histories_are_in_order_of_use() -> None:
     for seed in range(30):
         pick = random.Random(seed)
         policy, listed, now = LruPolicy(), list[Node](), 0.0
-        root = Root(b"namespace", "tenant", {HOST: 0})
+        root = Root(make_namespace(), {HOST: 0})
         for _ in range(200):
             now += pick.choice([0.0, 1.0])
             what = pick.random()

@@ -1,0 +1,92 @@
+"""How pages come back that a tier has kept over a restart: run by run from the root down, each as one node."""
+
+from typing import Final
+
+import numpy.typing as npt
+
+from hicache.errors import BadRequest, NoRoom
+from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
+from hicache.namespace import Namespace
+from hicache.node import Node, Root, tier_index
+from hicache.structure import SLOT_BYTES, Structure, digest_of
+from hicache.tier import TierId
+from hicache.tokens import check_ids, pack_slots, raw_bytes, view_tokens
+
+DIGEST_BYTES: Final = 32
+
+
+class Restoring(Structure):
+    """Puts back what survived."""
+
+    def restore(
+        self,
+        namespace: Namespace,
+        parent: Node | None,
+        tokens: npt.ArrayLike,
+        *,
+        tier: TierId,
+        slots: npt.ArrayLike,
+        chain: bytes,
+        now: float,
+    ) -> Node:
+        """Hang a run of pages below a node, as one new node, without comparing anything above it.
+
+        Args:
+            parent: the node that ends where the run begins; None where a prompt begins.
+            tokens: the run's own ids, one or more whole pages. The parent has no child that begins with the same page.
+            slots: `[num_pages]`, the run's slots in `tier`, from here on the tree's.
+            chain: chain digest of everything up to and including the run's last page (`PageIdentity.chain`), 32 bytes.
+                It is kept as it is given: one that is wrong makes tiers refuse the pages.
+            now: when the run, and with it everything above, was last used.
+
+        Runs are not joined: whoever restores hands over as long ones as it has. Nothing leaves for them.
+
+        Raises `BadRequest` naming the field, `NotResident` for a parent that left the tree, and `NoRoom` naming
+        "metadata" where the budget would be passed.
+        """
+        index = tier_index(self._tier_index, tier)
+        packed = view_tokens(tokens)
+        num_pages, odd = divmod(len(packed), self.page_size)
+        if odd or not num_pages:
+            raise BadRequest("tokens", f"{len(packed)} tokens are not one or more whole pages of {self.page_size}")
+        check_ids("tokens", packed)
+        new_slots = pack_slots(slots, num_pages).tobytes()
+        if len(chain) != DIGEST_BYTES:
+            raise BadRequest("chain", f"{len(chain)} bytes are not {DIGEST_BYTES}")
+        digest = digest_of(namespace)
+        above = self._roots.get(digest) if parent is None else parent
+        raw = raw_bytes(packed)
+        if above is not None:
+            if parent is not None:
+                self._require_below(parent, digest)
+            if above._children and bytes(raw[: self._page_bytes]) in above._children:
+                raise BadRequest("tokens", "a child of the parent begins with the same page")
+        else:
+            self._require_page_size(namespace)
+        self._require_budget(above is None, num_pages)
+
+        # From here on nothing fails.
+        self._advance(now)
+        if above is None:
+            above = self._roots[digest] = Root(namespace, self._tier_index)
+        node = self._attach(above, raw, 0, index, new_slots)
+        node._chain = chain
+        # What is above was used no earlier than what is below it: the first that is up to date ends the walk.
+        while above._parent is not None and above._last_access < self._now:
+            self._use(above)
+            above = above._parent
+        return node
+
+    def _require_below(self, parent: Node, digest: bytes) -> None:
+        self._require_live(parent)
+        if parent._root.digest != digest:
+            raise BadRequest("parent", "belongs to another namespace")
+
+    def _require_budget(self, is_first: bool, num_pages: int) -> None:
+        if self.metadata_budget is None:
+            return
+        growth = NODE_BYTES + 2 * ORDER_BYTES + num_pages * (self._page_bytes + SLOT_BYTES) + is_first * ROOT_BYTES
+        if self.metadata_bytes + growth > self.metadata_budget:
+            raise NoRoom("metadata", pages_asked=num_pages, pages_free=0, problem=(
+                f"{growth} bytes asked of a budget of {self.metadata_budget}, of which {self.metadata_bytes} are used"
+            ))
