@@ -1,17 +1,20 @@
 """Sizes and places: what one page takes on disk, and how a byte budget is cut into segments and slots.
 
     segment := segment header (4,096 bytes)  slot*
-    slot    := page header (`header_bytes`)  payload (`page_bytes`)  zeros up to the next 4,096
+    slot    := page header (`header_bytes`)  payload (`room_bytes`, rounded up to the next 4,096)
 
 Everything begins and ends at multiples of `BLOCK`, as direct I/O demands. `tiers/FORMAT.md` describes the contents.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, Self
 
 from hicache.errors import BadRequest
-from hicache.layout import MAX_LAYERS, MAX_PAGE_SIZE, KVLayout
+from hicache.layout import MAX_LAYERS, MAX_PAGE_SIZE, KVDtype, KVLayout
+from hicache.tiers.codecs.base import Codec
+from hicache.tiers.codecs.registry import NONE, NONE_ID, make_codec, parse_codec
 
 BLOCK: Final = 4096
 """Unit of offsets, lengths and addresses of direct I/O."""
@@ -21,6 +24,8 @@ PAGE_HEADER_FIXED_BYTES: Final = 256
 """The part of a page header before the token ids."""
 CRC_BYTES: Final = 4
 """A CRC32C."""
+WORD_BYTES: Final = 4
+"""One of the numbers that are kept of a layer."""
 MIN_SEGMENT_BYTES: Final = 256 << 20
 """Default segment size of small stores."""
 AIMED_SEGMENTS: Final = 64
@@ -31,9 +36,57 @@ MAX_PAGE_BYTES: Final = 1 << 30
 """Largest page: one I/O must hold it."""
 
 
+PLANNED_RATIO: Final = {
+    ("exponent-zstd", KVDtype.BFLOAT16): 1.3,
+    ("exponent-zstd", KVDtype.FLOAT16): 1.1,
+}
+"""What a codec is trusted to do without being told: a tenth less than it does to real KV (1.49 and 1.17), so that
+hardly a page is left out. Others (lz4) keep room for the whole page and save only its transfer."""
+MAX_RATIO: Final = 16.0
+
+
 def round_up(num_bytes: int) -> int:
     """The next multiple of `BLOCK`."""
     return -(-num_bytes // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How a store's pages are encoded. Two are equal if each could read what the other wrote."""
+
+    text: str
+    """Name and layers of the codec (`Codec.text`)."""
+    stored_bytes: int
+    """Room for an encoded page in a slot; a page that takes more is not stored."""
+    codec: Codec = field(compare=False, repr=False)
+
+    @classmethod
+    def plan(cls, name: str, layout: KVLayout, ratio: float | None = None) -> Self | None:
+        """The coding of a layout's pages by the codec of that name; None for `none`.
+
+        `ratio` is by how much pages are expected to shrink, 1 to 16; it decides how many slots a budget has. Raises
+        `BadRequest` naming `codec` or `codec_ratio`.
+        """
+        codec = make_codec(name, layout)
+        if ratio is not None and not (1 <= ratio <= MAX_RATIO and math.isfinite(ratio)):
+            raise BadRequest("codec_ratio", f"{ratio} is not within 1 to {MAX_RATIO:g}")
+        if codec is None:
+            if ratio is not None:
+                raise BadRequest("codec_ratio", "needs a codec")
+            return None
+        if codec.exact_bytes is not None:
+            if ratio is not None:
+                raise BadRequest("codec_ratio", f"is not needed: {name!r} gives every page the same length")
+            return cls(codec.text, codec.exact_bytes, codec)
+        if ratio is None:
+            ratio = PLANNED_RATIO.get((name, layout.dtype), 1.0)
+        # A layer that does not shrink is stored with a byte in front.
+        return cls(codec.text, math.ceil((layout.page_bytes + layout.num_layers) / ratio), codec)
+
+    @classmethod
+    def parse(cls, text: str, stored_bytes: int) -> Self:
+        """The coding with that text. Raises `BadRequest` for a text that no codec has."""
+        return cls(text, stored_bytes, parse_codec(text))
 
 
 @dataclass(frozen=True)
@@ -47,6 +100,8 @@ class PageShape:
     """Bytes of each layer of one page, 1 to 1,024 layers."""
     page_size: int
     """Tokens in a page, 1 to 256."""
+    coding: Coding | None = None
+    """How pages are encoded; None where they lie as they are."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.layer_bytes) <= MAX_LAYERS:
@@ -58,10 +113,12 @@ class PageShape:
             raise BadRequest("layer_bytes", f"a page of {self.page_bytes} bytes is above {MAX_PAGE_BYTES}")
         if not 1 <= self.page_size <= MAX_PAGE_SIZE:
             raise BadRequest("page_size", f"{self.page_size} is not within 1 to {MAX_PAGE_SIZE} tokens")
+        if self.coding is not None and not 1 <= self.coding.stored_bytes <= self.page_bytes + self.num_layers:
+            raise BadRequest("stored_bytes", f"{self.coding.stored_bytes} are no room for pages of {self.page_bytes}")
 
     @classmethod
-    def of(cls, layout: KVLayout) -> "PageShape":
-        """The layers of all parts of a layout's page, part after part."""
+    def of(cls, layout: KVLayout, *, codec: str = NONE, codec_ratio: float | None = None) -> "PageShape":
+        """The layers of all parts of a layout's page, part after part, encoded as `Coding.plan` says."""
         return cls(
             tuple(
                 layout.layer_bytes(part)
@@ -69,6 +126,7 @@ class PageShape:
                 for _ in range(group.num_layers)
             ),
             layout.page_size,
+            Coding.plan(codec, layout, codec_ratio),
         )
 
     @property
@@ -94,15 +152,36 @@ class PageShape:
         """Bytes of a page's own token ids."""
         return 4 * self.page_size
 
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec, 0 for none."""
+        return NONE_ID if self.coding is None else self.coding.codec.codec_id
+
+    @property
+    def codec_text(self) -> str:
+        """What the codec is, for people and the manifest."""
+        return NONE if self.coding is None else self.coding.text
+
+    @cached_property
+    def room_bytes(self) -> int:
+        """Bytes that a slot has for a page's payload, before they are rounded up to blocks."""
+        return self.page_bytes if self.coding is None else self.coding.stored_bytes
+
+    @cached_property
+    def num_words(self) -> int:
+        """Numbers (u32) that are kept of a page's layers: a checksum each and, where pages are encoded, how far each
+        reaches in the payload."""
+        return self.num_layers if self.coding is None else 2 * self.num_layers
+
     @cached_property
     def header_bytes(self) -> int:
-        """Bytes of a page header: fixed part, token ids, one CRC a layer, its own CRC, in whole blocks."""
-        return round_up(PAGE_HEADER_FIXED_BYTES + self.token_bytes + CRC_BYTES * self.num_layers + CRC_BYTES)
+        """Bytes of a page header: fixed part, token ids, `num_words` numbers, its own CRC, in whole blocks."""
+        return round_up(PAGE_HEADER_FIXED_BYTES + self.token_bytes + WORD_BYTES * self.num_words + CRC_BYTES)
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot: header and payload, each in whole blocks."""
-        return self.header_bytes + round_up(self.page_bytes)
+        return self.header_bytes + round_up(self.room_bytes)
 
 
 @dataclass(frozen=True)
