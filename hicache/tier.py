@@ -213,6 +213,25 @@ class LayerRead:
     """Contiguous, writable, as long as that layer of a page (`KVLayout.layer_bytes`)."""
 
 
+@runtime_checkable
+class SupportsLayerWrite(Protocol):
+    """A tier into which pages can be copied layer by layer, so that attention begins on the first layer while later
+    ones arrive: the device."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a page, all of equal size, in the order in which attention needs them."""
+        ...
+
+    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
+        """Copy one layer of each page's `data` into its slot; one outcome each, in order. Waits as `Tier.write` does.
+
+        `OK`: that layer is in place and may be attended over by whoever owns the slot. The slot holds no page, whatever
+        it held before, until all layers were copied and it is declared (`SupportsDeclare`).
+        """
+        ...
+
+
 class Ticket(Protocol):
     """Reads under way in another thread."""
 

@@ -129,6 +129,21 @@ class DeviceTier(MemoryTier):
             for plane, source in enumerate(new_rows):
                 rows[first_rows + plane * page_size] = source
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of a page: see `SupportsLayerWrite`."""
+        return self.layout.num_layers
+
+    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
+        """See `SupportsLayerWrite.write_layer`. Waits for pool threads, and for a write to an earlier life of a slot to
+        end. On a GPU each piece is a DMA of its own. Raises `BadRequest` for a layer that there is not."""
+        if not 0 <= layer < self.layout.num_layers:
+            raise BadRequest("layer", f"{layer} is not within 0 to {self.layout.num_layers - 1}")
+        return await self._write(pages, lambda accepted: self._copy_layer_in(layer, accepted), declare=False)
+
+    def _copy_layer_in(self, layer: int, pages: Sequence[PageWrite]) -> None:
+        self._copier.copy_layer_in(layer, [(page.slot, page.data) for page in pages])
+
     async def copy_page(self, source_slot: int, target_slot: int) -> Outcome:
         """Copy all layers of a page onto another, which then holds no identity. Both are handed out, and belong to the
         copy until it returns. Waits for a pool thread. `STALE` if the target was freed meanwhile."""

@@ -24,6 +24,10 @@ class PageCopier(Protocol):
         """Scatter each buffer into all layers of its slot."""
         ...
 
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, memoryview]]) -> None:
+        """Copy one layer out of each buffer, which holds a whole page, into its slot."""
+        ...
+
     def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         """Gather all layers of each slot into its buffer."""
         ...
@@ -47,6 +51,10 @@ class CpuCopier:
     def copy_in(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         for slot, data in pages:
             np.copyto(self._pool[:, slot], np.frombuffer(data, np.uint8).reshape(self._page_shape))
+
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, memoryview]]) -> None:
+        for slot, data in pages:
+            np.copyto(self._pool[layer, slot], np.frombuffer(data, np.uint8).reshape(self._page_shape)[layer])
 
     def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         for slot, into in pages:
@@ -119,6 +127,17 @@ class StagedCopier:
                 for row, (_, data) in zip(staging, batch, strict=True):
                     row.copy_(_as_tensor(data), non_blocking=True)
                 self._kernels.scatter_pages(staging, rows, self._pages, slots)
+
+        self._inward.run(queue_work)
+
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, memoryview]]) -> None:
+        # One layer of a page lies in one piece on both sides: no kernel is needed to take it apart.
+        layer_bytes = self._pool.shape[2]
+
+        def queue_work() -> None:
+            for slot, data in pages:
+                piece = _as_tensor(data[layer * layer_bytes : (layer + 1) * layer_bytes])
+                self._pool[layer, slot].copy_(piece, non_blocking=True)
 
         self._inward.run(queue_work)
 

@@ -129,6 +129,12 @@ class MemoryTier(ABC):
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
         """See `Tier.write`. Waits for pool threads, and for a write to an earlier life of a slot to end."""
+        return await self._write(pages, self._copy_in, declare=True)
+
+    async def _write(
+        self, pages: Sequence[PageWrite], copy_in: Callable[[Sequence[PageWrite]], None], *, declare: bool
+    ) -> list[Outcome]:
+        """Have `copy_in` fill the slots, in pool threads; they then hold their pages with `declare`, else nothing."""
         for page in pages:
             self._check_buffer("data", page.slot, page.data)
         if len({page.slot for page in pages}) != len(pages):
@@ -139,13 +145,14 @@ class MemoryTier(ABC):
         outcomes = [Outcome.STALE] * len(pages)
         accepted = [index for index, page in enumerate(pages) if self._accepts(page.slot, page.generation)]
         with self._writing([pages[index].slot for index in accepted]):
-            copied = await self._copy(self._copy_in, [pages[index] for index in accepted])
+            copied = await self._copy(copy_in, [pages[index] for index in accepted])
         for index, ok in zip(accepted, copied, strict=True):
             page = pages[index]
             if not ok:
                 outcomes[index] = Outcome.ERROR
             elif self._accepts(page.slot, page.generation):
-                self._held[page.slot] = Held(page.identity)
+                if declare:
+                    self._held[page.slot] = Held(page.identity)
                 outcomes[index] = Outcome.OK
         return outcomes
 

@@ -1,11 +1,11 @@
 """How a batch of pages is copied, by which end of a lane is the host; and when its slots are looked at."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from hicache.errors import BadRequest
 from hicache.movers.transfer import PageMove
-from hicache.tier import Outcome, PageRead, PageWrite, SupportsDeclare, SupportsView, Tier
+from hicache.tier import Outcome, PageRead, PageWrite, SupportsDeclare, SupportsLayerWrite, SupportsView, Tier
 
 
 class Copier(Protocol):
@@ -24,8 +24,36 @@ class ViewableTier(Tier, SupportsView, Protocol):
     """The host as a source."""
 
 
+class LayeredTier(Tier, SupportsLayerWrite, SupportsDeclare, Protocol):
+    """A target that takes pages layer by layer."""
+
+
 class FillableTier(Tier, SupportsView, SupportsDeclare, Protocol):
     """The host as a target."""
+
+
+class LayerCopier(Protocol):
+    """How pages go from one end of a lane to the other layer by layer. A page is whole once it is declared."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    async def copy_layer(self, layer: int, pages: Sequence[PageMove]) -> list[Outcome]:
+        """Copy one layer; one outcome each, in order. Raises only what a tier raises against its contract."""
+        ...
+
+    def declare(self, page: PageMove) -> Outcome:
+        """All layers of the page were copied: the target now holds it."""
+        ...
+
+
+def find_layer_copier(source: Tier, target: Tier) -> LayerCopier | None:
+    """The way between two tiers by layers, where there is one: from the host into a tier of more than one layer."""
+    if not isinstance(source, SupportsView) or not isinstance(target, SupportsLayerWrite):
+        return None
+    if not isinstance(target, SupportsDeclare) or target.num_layers == 1:
+        return None
+    return LayersOutOfHost(source, target)
 
 
 def find_copier(source: Tier, target: Tier) -> Copier:
@@ -77,18 +105,46 @@ class OutOfHost:
         return page.target_slot
 
     async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
-        outcomes = [self._check(page) for page in pages]
-        live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        writes = [
-            PageWrite(page.target_slot, page.target_generation, page.identity, data=self._host.view(page.source_slot))
-            for page in (pages[i] for i in live)
-        ]
-        if writes:
-            for i, outcome in zip(live, await self._target.write(writes), strict=True):
-                # Freed during the copy: what was written may be another page's bytes under this page's name.
-                still = self._check(pages[i])
-                outcomes[i] = outcome if still is Outcome.OK else still
-        return outcomes
+        return await _copied_out(self._host, pages, self._target.write)
 
-    def _check(self, page: PageMove) -> Outcome:
-        return self._host.check(page.source_slot, page.source_generation, page.identity)
+
+class LayersOutOfHost:
+    """The target takes one layer after the other from the host's slots."""
+
+    def __init__(self, host: ViewableTier, target: LayeredTier) -> None:
+        self._host = host
+        self._target = target
+
+    @property
+    def num_layers(self) -> int:
+        return self._target.num_layers
+
+    async def copy_layer(self, layer: int, pages: Sequence[PageMove]) -> list[Outcome]:
+        return await _copied_out(self._host, pages, lambda writes: self._target.write_layer(layer, writes))
+
+    def declare(self, page: PageMove) -> Outcome:
+        return self._target.declare(page.target_slot, page.target_generation, page.identity)
+
+
+async def _copied_out(
+    host: ViewableTier,
+    pages: Sequence[PageMove],
+    write: Callable[[Sequence[PageWrite]], Awaitable[list[Outcome]]],
+) -> list[Outcome]:
+    """Have pages of the host written, those whose slots still hold them before and after."""
+
+    def check(page: PageMove) -> Outcome:
+        return host.check(page.source_slot, page.source_generation, page.identity)
+
+    outcomes = [check(page) for page in pages]
+    live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+    writes = [
+        PageWrite(page.target_slot, page.target_generation, page.identity, data=host.view(page.source_slot))
+        for page in (pages[i] for i in live)
+    ]
+    if writes:
+        for i, outcome in zip(live, await write(writes), strict=True):
+            # Freed during the copy: what was written may be another page's bytes under this page's name.
+            still = check(pages[i])
+            outcomes[i] = outcome if still is Outcome.OK else still
+    return outcomes

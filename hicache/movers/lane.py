@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import takewhile
+from typing import Any, Final
 
 from hicache.clock import Clock
 from hicache.errors import BadRequest
-from hicache.movers.copier import find_copier
+from hicache.movers.copier import find_copier, find_layer_copier
 from hicache.movers.line import Line, Turn
 from hicache.movers.speed import LaneSpeed, Speed
 from hicache.movers.transfer import PageMove, Priority, Transfer, TransferResult
@@ -31,12 +32,13 @@ class LaneStats:
     failed: int
     """Pages that ended with another outcome than `OK`."""
     cancelled: int
-    """Pages never copied: cancelled, late, or left over when the lane closed."""
+    """Pages never copied, or not whole: cancelled, late, or left over when the lane closed."""
     unexpected: int
     """Exceptions that nobody may raise here: from a tier, or from an owner's `on_done`."""
     queued_pages: int
     in_flight_pages: int
     in_flight_bytes: int
+    """Of `in_flight_pages`, what is being copied at this moment: where pages go layer by layer, a part of them."""
     busy_s: float
     """Seconds in which at least one copy was under way."""
     bandwidth: float | None
@@ -58,6 +60,9 @@ class Lane:
         max_in_flight_bytes: bytes being copied at one time, at least one page.
         batch_pages: pages handed to a tier at once. Small batches let a demand start sooner, large ones cost less each.
         num_workers: batches under way at one time.
+        age_s: what a step of priority is worth in seconds of waiting. Among transfers that wait, the one with the least
+            `arrival + priority * age_s` goes first: a demand overtakes what is less urgent, but no write-back is
+            overtaken by a demand that came more than `2 * age_s` after it, so nothing waits for ever.
 
     Raises `BadRequest` for sizes below their bounds and tiers that do not fit together.
     """
@@ -72,6 +77,7 @@ class Lane:
         max_in_flight_bytes: int = 64 << 20,
         batch_pages: int = 16,
         num_workers: int = 4,
+        age_s: float = 10.0,
     ) -> None:
         page_bytes = source.page_bytes
         if target.page_bytes != page_bytes:
@@ -85,17 +91,21 @@ class Lane:
         ):
             if value < 1:
                 raise BadRequest(name, f"{value} is below 1")
+        if not 0 < age_s < float("inf"):
+            raise BadRequest("age_s", f"{age_s} is not a time above 0")
         self.source: Final = source
         self.target: Final = target
         self.name: Final = f"{source.tier_id}->{target.tier_id}"
         """As in `host->nvme`."""
         self.clock: Final = clock
         self._copier = find_copier(source, target)
+        self._layer_copier = find_layer_copier(source, target)
         self._page_bytes = page_bytes
         self._max_in_flight_pages = max_in_flight_bytes // page_bytes
         self._batch_pages = batch_pages
         self._num_workers = num_workers
 
+        self._age_s = age_s
         self._lines = {priority: Line(max_queued_pages) for priority in Priority}
         self._work = asyncio.Event()
         """Set when a worker that found nothing to do should look again."""
@@ -108,6 +118,10 @@ class Lane:
 
         self._speed = Speed()
         self._in_flight_pages = 0
+        self._copying_pages = 0
+        """As many pages as what is being copied at this moment has bytes, at the most."""
+        self._by_layer: set[Transfer] = set()
+        """Transfers whose layers are being copied."""
         self._measured_at = 0.0
         """When a copy last ended, or when the lane last became busy, whichever is later."""
         self._exposed = True
@@ -123,20 +137,27 @@ class Lane:
         *,
         priority: Priority,
         deadline: float | None = None,
+        by_layer: bool = False,
         on_done: Callable[[Transfer], None] | None = None,
+        on_layer: Callable[[Transfer, int], None] | None = None,
     ) -> Transfer:
         """Queue pages to be copied, in this order. Waits while the queue of this priority is full, until `deadline`.
 
         Args:
             pages: what to copy; source and target slots belong to the transfer until it has ended.
             deadline: monotonic seconds; pages not begun by then are not copied.
+            by_layer: copy layer 0 of all pages, then layer 1, and so on, where the target can (`SupportsLayerWrite`),
+                else as ever. Such a transfer begins as a whole, is carried out by one worker, a batch's worth of bytes
+                at a time, and a page of it is there with its last layer.
             on_done: called with the transfer when it ends, on the loop, once; possibly before `submit` returns. It does
                 not wait and does not raise.
+            on_layer: called with the transfer and a layer when that layer of all pages is there, in the same manner, in
+                order, never after `on_done`; not at all where whole pages are copied.
 
         On a closed lane, or with the deadline past, the transfer has ended when it is returned. If the caller is
         cancelled while it waits here, nothing was submitted and `on_done` will not be called.
         """
-        transfer = self._transfer(pages, priority, deadline, on_done)
+        transfer = self._transfer(pages, priority, deadline, by_layer, on_done, on_layer)
         line = self._lines[priority]
         num_pages = len(transfer.pages)
         if not self._closing and not line.takes(num_pages):
@@ -167,10 +188,12 @@ class Lane:
         *,
         priority: Priority,
         deadline: float | None = None,
+        by_layer: bool = False,
         on_done: Callable[[Transfer], None] | None = None,
+        on_layer: Callable[[Transfer, int], None] | None = None,
     ) -> Transfer | None:
         """`submit` without waiting: None if the queue has no room now, others wait for it, or the lane is closed."""
-        transfer = self._transfer(pages, priority, deadline, on_done)
+        transfer = self._transfer(pages, priority, deadline, by_layer, on_done, on_layer)
         if self._closing or not self._lines[priority].takes(len(transfer.pages)):
             return None
         self._take_in(transfer, has_room=True)
@@ -196,7 +219,20 @@ class Lane:
 
     def _pages_ahead(self, priority: Priority) -> int:
         """Pages that are copied before those of a transfer submitted now."""
-        return sum(line.num_pages for each, line in self._lines.items() if each <= priority) + self._in_flight_pages
+        ahead = self._in_flight_pages
+        ahead -= sum(len(each.pages) * each._layers_done // each.num_layers for each in self._by_layer)
+        turn = self.clock.monotonic() + priority * self._age_s
+        for each, line in self._lines.items():
+            if each <= priority:
+                ahead += line.num_pages
+            else:
+                aged = takewhile(lambda transfer: self._turn(transfer) <= turn, line.transfers)
+                ahead += sum(len(transfer.pages) - transfer._next for transfer in aged)
+        return ahead
+
+    def _turn(self, transfer: Transfer) -> float:
+        """What transfers are ordered by: when it came, later by what it is less urgent."""
+        return transfer._submitted_at + transfer.priority * self._age_s
 
     @property
     def stats(self) -> LaneStats:
@@ -214,7 +250,7 @@ class Lane:
             unexpected=self._unexpected,
             queued_pages=self._queued_pages,
             in_flight_pages=self._in_flight_pages,
-            in_flight_bytes=self._in_flight_pages * self._page_bytes,
+            in_flight_bytes=self._copying_pages * self._page_bytes,
             busy_s=busy,
             bandwidth=self._page_bytes / page_seconds if page_seconds else None,
             latency_s=self._speed.latency_s,
@@ -275,10 +311,20 @@ class Lane:
         pages: Iterable[PageMove],
         priority: Priority,
         deadline: float | None,
+        by_layer: bool,
         on_done: Callable[[Transfer], None] | None,
+        on_layer: Callable[[Transfer, int], None] | None,
     ) -> Transfer:
-        now = self.clock.monotonic()
-        return Transfer(pages, priority=priority, deadline=deadline, on_done=on_done, now=now, withdraw=self._withdraw)
+        return Transfer(
+            pages,
+            priority=priority,
+            deadline=deadline,
+            on_done=on_done,
+            on_layer=on_layer,
+            num_layers=self._layer_copier.num_layers if by_layer and self._layer_copier is not None else 1,
+            now=self.clock.monotonic(),
+            withdraw=self._withdraw,
+        )
 
     def _take_in(self, transfer: Transfer, *, has_room: bool) -> None:
         """The transfer enters the queue; or ends here, if it comes too late or is empty."""
@@ -319,6 +365,7 @@ class Lane:
         seconds = self.clock.monotonic() - transfer._submitted_at
         transfer.result = TransferResult(tuple(transfer._outcomes), seconds, transfer._unwanted)
         transfer._ended.set()
+        transfer._advanced.set()
         if transfer._on_done is not None:
             try:
                 transfer._on_done(transfer)
@@ -330,7 +377,11 @@ class Lane:
     async def _worker(self) -> None:
         while True:
             if batch := self._next_batch():
-                await self._carry_out(batch)
+                transfer = batch[0][0]
+                if transfer.num_layers > 1:
+                    await self._carry_out_layers(transfer)
+                else:
+                    await self._carry_out(batch)
             elif self._closing and not self._queued_pages:
                 return
             else:
@@ -340,21 +391,32 @@ class Lane:
     def _next_batch(self) -> list[tuple[Transfer, int]]:
         """What to copy next, as pages of transfers, under way from here on; empty if nothing may begin now.
 
-        A batch has one priority: joining what is urgent with what is not would make the urgent wait for it.
+        A batch has one priority: joining what is urgent with what is not would make the urgent wait for it. A transfer
+        by layers is a batch of its own.
         """
-        room = min(self._batch_pages, self._max_in_flight_pages - self._in_flight_pages)
+        room = min(self._batch_pages, self._max_in_flight_pages - self._copying_pages)
         batch: list[tuple[Transfer, int]] = []
         for line in self._lines.values():
+            while line.transfers and self._is_late(line.transfers[0]):
+                self._withdraw(line.transfers[0])
+        waiting = [line for line in self._lines.values() if line.transfers]
+        # Each line is in order of arrival, so its first transfer is the one whose turn comes first.
+        for line in sorted(waiting, key=lambda line: self._turn(line.transfers[0])):
             while len(batch) < room and line.transfers:
                 transfer = line.transfers[0]
                 if self._is_late(transfer):
                     self._withdraw(transfer)
                     continue
+                if batch and (transfer.num_layers > 1 or batch[0][0].num_layers > 1):
+                    break
                 begun = line.begin(transfer, room - len(batch))
                 if not self._in_flight_pages:
                     self._measured_at = self.clock.monotonic()
                     self._exposed = True
                 self._in_flight_pages += len(begun)
+                # What goes by layers is copied a part of a page at a time.
+                transfer._copying_pages = min(room, -(-len(begun) // transfer.num_layers))
+                self._copying_pages += transfer._copying_pages
                 batch += begun
             if batch:
                 line.grant()
@@ -366,7 +428,54 @@ class Lane:
         batch.sort(key=lambda page: self._copier.place(page[0].pages[page[1]]))
         outcomes = [Outcome.ERROR] * len(batch)
         try:
-            outcomes = await self._copier.copy([transfer.pages[index] for transfer, index in batch])
+            copy = self._copier.copy([transfer.pages[index] for transfer, index in batch])
+            outcomes = await self._outcomes_of(copy, len(batch))
+        finally:
+            self._copying_pages -= len(batch)
+            self._learn(len(batch), outcomes)
+            self._settle(batch, outcomes)
+
+    async def _carry_out_layers(self, transfer: Transfer) -> None:
+        outcomes: list[Outcome | None] = [None] * len(transfer.pages)
+        self._by_layer.add(transfer)
+        try:
+            await self._copy_layers(transfer, outcomes)
+        finally:
+            self._by_layer.remove(transfer)
+            self._copying_pages -= transfer._copying_pages
+            self._settle([(transfer, index) for index in range(len(transfer.pages))], outcomes)
+
+    async def _copy_layers(self, transfer: Transfer, outcomes: list[Outcome | None]) -> None:
+        """Copy layer after layer, as many pieces at a time as have the bytes that were set aside; until the transfer is
+        stopped. Outcomes are entered where a page has one."""
+        copier = self._layer_copier
+        assert copier is not None
+        pages, num_layers = transfer.pages, transfer.num_layers
+        chunk = transfer._copying_pages * num_layers
+        live = sorted(range(len(pages)), key=lambda index: self._copier.place(pages[index]))
+        for layer in range(num_layers):
+            for start in range(0, len(live), chunk):
+                if transfer._stopped:
+                    return
+                part = live[start : start + chunk]
+                copy = copier.copy_layer(layer, [pages[index] for index in part])
+                found = await self._outcomes_of(copy, len(part))
+                self._learn(len(part) / num_layers, found)
+                for index, outcome in zip(part, found, strict=True):
+                    if outcome is not Outcome.OK:
+                        outcomes[index] = outcome
+            live = [index for index in live if outcomes[index] is None]
+            if layer == num_layers - 1:
+                for index in live:
+                    outcomes[index] = copier.declare(pages[index])
+                live = [index for index in live if outcomes[index] is Outcome.OK]
+            if len(live) == len(pages):
+                self._advance(transfer, layer)
+
+    async def _outcomes_of(self, copy: Coroutine[Any, Any, list[Outcome]], num_pages: int) -> list[Outcome]:
+        """What a copy reports; `ERROR` for all of its pages if it raises instead."""
+        try:
+            return await copy
         except (Exception, asyncio.CancelledError) as error:
             # A tier may let the cancellation of some future of its own escape. That is its bug; if this task is being
             # cancelled it is not.
@@ -374,24 +483,39 @@ class Lane:
             if task is not None and task.cancelling():
                 raise
             self._count_unexpected(f"{self.name}: a copy raised instead of reporting", error)
-        finally:
-            self._settle(batch, outcomes)
+            return [Outcome.ERROR] * num_pages
 
-    def _settle(self, batch: Sequence[tuple[Transfer, int]], outcomes: Sequence[Outcome]) -> None:
-        """The copies of a batch have ended."""
+    def _learn(self, num_pages: float, outcomes: Sequence[Outcome]) -> None:
+        """A copy of so many pages has ended."""
         now = self.clock.monotonic()
         seconds = now - self._measured_at
         if all(outcome is Outcome.OK for outcome in outcomes):
-            self._speed.add(seconds, num_pages=len(batch), batch_pages=self._batch_pages, exposed=self._exposed)
+            self._speed.add(seconds, num_pages=num_pages, batch_pages=self._batch_pages, exposed=self._exposed)
         self._busy_s += seconds
         self._measured_at = now
         self._exposed = False
+
+    def _advance(self, transfer: Transfer, layer: int) -> None:
+        """A layer of all pages of a transfer is there."""
+        transfer._layers_done = layer + 1
+        transfer._advanced.set()
+        transfer._advanced = asyncio.Event()
+        if transfer._on_layer is not None:
+            try:
+                transfer._on_layer(transfer, layer)
+            except Exception as error:
+                self._count_unexpected("an owner's on_layer raised", error)
+
+    def _settle(self, batch: Sequence[tuple[Transfer, int]], outcomes: Sequence[Outcome | None]) -> None:
+        """The copies of a batch have ended."""
         self._in_flight_pages -= len(batch)
         for (transfer, index), outcome in zip(batch, outcomes, strict=True):
             transfer._outcomes[index] = outcome
             transfer._under_way -= 1
             if outcome is Outcome.OK:
                 self._copied += 1
+            elif outcome is None:
+                self._cancelled += 1
             else:
                 self._failed += 1
         # Only now, when all counters are right, are owners told: what they are called with, they may look at.
@@ -424,6 +548,8 @@ class Lane:
             for line in self._lines.values():
                 while line.transfers:
                     self._withdraw(line.transfers[0])
+            for transfer in self._by_layer:
+                transfer._stopped = True
         elif self._drain_until < float("inf"):
             loop = asyncio.get_running_loop()
             self._drain_timer = loop.call_later(self._seconds_until(self._drain_until), self._drain)

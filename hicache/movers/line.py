@@ -68,7 +68,10 @@ class Line:
             self.num_pages += len(transfer.pages)
 
     def begin(self, transfer: Transfer, max_pages: int) -> list[tuple[Transfer, int]]:
-        """Begin the next pages of the first transfer; it leaves the line with its last."""
+        """Begin the next pages of the first transfer, all of them if it goes by layers; it leaves the line with its
+        last."""
+        if transfer.num_layers > 1:
+            max_pages = len(transfer.pages)
         start, stop = transfer._next, min(transfer._next + max_pages, len(transfer.pages))
         transfer._next = stop
         transfer._under_way += stop - start

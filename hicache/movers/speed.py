@@ -49,8 +49,9 @@ class Speed:
         self.page_s: float | None = None
         """Seconds of one page's bytes; None until something was measured, or if that took no time."""
 
-    def add(self, seconds: float, *, num_pages: int, batch_pages: int, exposed: bool) -> None:
-        """A copy of `num_pages` pages ended `seconds` after the one before it, or after the lane became busy."""
+    def add(self, seconds: float, *, num_pages: float, batch_pages: int, exposed: bool) -> None:
+        """A copy of `num_pages` pages, or as many bytes, ended `seconds` after the one before it, or after the lane
+        became busy."""
         h, x = float(exposed), num_pages / batch_pages
         decay = self._DECAY
         self._hh = decay * self._hh + h * h

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.movers import Lane, LaneStats, PageMove, Transfer
-from hicache.tier import HOST, NVME, Outcome, PageIdentity, Tier
+from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageWrite, Tier
 from tests.simulation import Faults, SimulatedHost, SimulatedTier, World
 from tests.stamps import identity_chain, stamp
 
@@ -31,12 +31,49 @@ def stamped(identity: PageIdentity) -> bytes:
     return stamp(identity, PAGE_BYTES).tobytes()
 
 
+class LayeredDevice(SimulatedTier):
+    """A simulated device that takes pages layer by layer. Its faults, latency and barriers apply to each layer."""
+
+    num_layers: Final = 4
+
+    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
+        data = [self._checked(page.slot, page.data) for page in pages]
+        size = self.page_bytes // self.num_layers
+        outcomes = []
+        async with self._call(f"layer {layer}", pages):
+            for page, source in zip(pages, data, strict=True):
+                piece = slice(layer * size, (layer + 1) * size)
+                if not self._slots.is_allocated(page.slot) or self.generation(page.slot) != page.generation:
+                    outcomes.append(Outcome.STALE)
+                    continue
+                self._held[page.slot] = None
+                outcome = await self._pass_pipe()
+                if outcome is Outcome.OK and self.generation(page.slot) != page.generation:
+                    outcome = Outcome.STALE
+                if outcome is Outcome.OK:
+                    self._view(page.slot)[piece] = source[piece]
+                outcomes.append(outcome)
+        return outcomes
+
+    def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        if not self._slots.is_allocated(slot) or self.generation(slot) != generation:
+            return Outcome.STALE
+        self._held[slot] = identity
+        return Outcome.OK
+
+    def raw_layer(self, slot: int, layer: int) -> bytes:
+        """The bytes of one layer that lie in the slot."""
+        size = self.page_bytes // self.num_layers
+        return self.raw_page(slot)[layer * size : (layer + 1) * size]
+
+
 class Rig:
     """A lane, its two tiers, and the pages that go through it. The device has latency, bandwidth and faults; the host
     is memory.
 
     Args:
-        options: those of `Lane`.
+        layered: the device takes pages layer by layer, each layer in its part of the time; it is then the target.
+        options: those of `Lane`; priorities do not age unless `age_s` says so.
     """
 
     def __init__(
@@ -44,6 +81,7 @@ class Rig:
         world: World,
         direction: Direction = Direction.INTO_HOST,
         *,
+        layered: bool = False,
         capacity_pages: int = 256,
         latency_s: float = 0.0,
         page_s: float = 1.0,
@@ -51,8 +89,10 @@ class Rig:
         faults: Faults | None = None,
         **options: Any,
     ) -> None:
-        self.device = SimulatedTier(
-            NVME,
+        # What passes the device's pipe is a page, or a layer of one that takes its part of the time.
+        page_s /= LayeredDevice.num_layers if layered else 1
+        self.device: SimulatedTier = (LayeredDevice if layered else SimulatedTier)(
+            DEVICE if layered else NVME,
             page_bytes=PAGE_BYTES,
             capacity_pages=capacity_pages,
             rng=world.rng,
@@ -62,9 +102,10 @@ class Rig:
             faults=faults,
         )
         self.host = SimulatedHost(HOST, page_bytes=PAGE_BYTES, capacity_pages=capacity_pages)
-        self.source: SimulatedTier = self.device if direction is Direction.INTO_HOST else self.host
-        self.target: SimulatedTier = self.host if direction is Direction.INTO_HOST else self.device
-        self.lane = Lane(self.source, self.target, clock=world, **options)
+        into_host = direction is Direction.INTO_HOST and not layered
+        self.source: SimulatedTier = self.device if into_host else self.host
+        self.target: SimulatedTier = self.host if into_host else self.device
+        self.lane = Lane(self.source, self.target, clock=world, **({"age_s": 1e6} | options))
         self._num_pages = 0
 
     def pages(self, num_pages: int) -> list[PageMove]:

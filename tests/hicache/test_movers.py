@@ -294,6 +294,52 @@ def test_a_demand_waits_for_no_more_than_the_batches_under_way() -> None:
     run_simulated(main, 0)
 
 
+@pytest.mark.parametrize("priority", [PREFETCH, WRITE_BACK])
+def test_nothing_waits_for_ever_behind_demands_that_keep_coming(priority: Priority) -> None:
+    """A transfer that is `p` steps less urgent goes before every demand that came more than `p * age_s` after it: it
+    begins after what came before that, which is bounded by what the demands bring in that time."""
+
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=2, num_workers=1, age_s=20.0, capacity_pages=2048)
+        begun: list[float] = []
+        async with rig.running(), asyncio.TaskGroup() as group:
+
+            async def demands() -> None:
+                # A little more than the lane can copy, for long: without ageing nobody else would have a turn.
+                for _ in range(200):
+                    group.create_task(rig.lane.submit(rig.pages(2), priority=DEMAND))
+                    await asyncio.sleep(1.9)
+
+            group.create_task(demands())
+            await asyncio.sleep(9.0)
+            waiting = await rig.lane.submit(rig.pages(2), priority=priority, on_done=lambda _: begun.append(1))
+            result = await waiting.wait()
+            # Everything that came before its turn, which the lane needs 2.0 s for where it came within 1.9 s; itself;
+            # and the demand that was under way.
+            assert 20.0 * priority <= result.seconds <= (9.0 + 20.0 * priority) * 2.0 / 1.9 - 9.0 + 4.0
+        assert begun == [1]
+
+    run_simulated(main, 0)
+
+
+def test_what_has_aged_counts_as_ahead_of_new_demands() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world, age_s=5.0)
+        async with rig.running():
+            await move_random(rig, world, 20, pages_max=8)
+            await rig.lane.submit(rig.pages(200), priority=PREFETCH)
+            await asyncio.sleep(0.5)
+            # Four batches of 16 are under way.
+            assert rig.lane.estimate_seconds(1) == pytest.approx(65, rel=0.01)
+            assert rig.lane.speed().ahead_s == pytest.approx(64, rel=0.01)
+            await asyncio.sleep(5.0)
+            assert rig.lane.estimate_seconds(1) == pytest.approx(201, rel=0.01)
+            assert rig.lane.speed().ahead_s == pytest.approx(200, rel=0.01)
+            assert rig.lane.speed(priority=PREFETCH) == rig.lane.speed()
+
+    run_simulated(main, 0)
+
+
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -1038,6 +1084,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
             "max_queued_pages": lambda: Lane(device(), host, clock=world, max_queued_pages=0),
             "batch_pages": lambda: Lane(device(), host, clock=world, batch_pages=0),
             "num_workers": lambda: Lane(device(), host, clock=world, num_workers=-1),
+            "age_s": lambda: Lane(device(), host, clock=world, age_s=0.0),
         }
         for field, build in builds.items():
             with pytest.raises(BadRequest) as caught:

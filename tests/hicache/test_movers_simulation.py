@@ -1,8 +1,9 @@
 """Lanes under random work, faults and cancellations: one seed a run, in virtual time, beside a model.
 
 The model knows nothing of how a lane works. It keeps, for each priority, the pages that were submitted and have not
-begun, in order of arrival, and says which pages the next call of a tier must name: the first ones of the most urgent
-priority that has any. Everything else is counted at the end: each page once, each transfer once.
+begun, in order of arrival, and says which pages the next call of a tier must name: the first ones of the priority whose
+first transfer came earliest, each step of priority counted as so many seconds. Everything else is counted at the end:
+each page once, each transfer once.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ class Submission:
     pages: list[PageMove]
     priority: Priority
     deadline: float | None
+    submitted_at: float
     transfer: Transfer | None = None
     waiting: list[PageMove] = field(default_factory=list)
     """Pages that have not begun, as far as the model knows."""
@@ -53,6 +55,8 @@ class History:
         self.deadline_rate = rng.choice((0.0, 0.1, 0.6))
         self.free_rate = rng.choice((0.0, 0.0, 0.1, 0.4))
         self.large_rate = rng.choice((0.0, 0.1))
+        # What is left out because it was freed, the model learns too late to know whose turn it was instead.
+        self.age_s = rng.choice((1.0, 8.0, 8.0)) if self.free_rate == 0 else 1e6
         faults = Faults(
             error=rng.choice((0.0, 0.0, 0.02, 0.3)),
             corrupt=rng.choice((0.0, 0.0, 0.02, 0.3)),
@@ -72,6 +76,7 @@ class History:
             num_workers=self.num_workers,
             max_in_flight_bytes=self.cap_pages * PAGE_BYTES + rng.randrange(PAGE_BYTES),
             max_queued_pages=self.max_queued_pages,
+            age_s=self.age_s,
         )
         self.lane = self.rig.lane
         self.rig.device.watch = self.watch
@@ -112,9 +117,9 @@ class History:
         into_host = self.rig.target.tier_id == HOST
         slots: list[int] = []
         for queue in self.queues.values():
+            queue[:] = [each for each in queue if each.waiting and not self.is_late(each)]
+        for queue in sorted(filter(None, self.queues.values()), key=self.turn):
             for submission in queue:
-                if submission.deadline is not None and submission.deadline <= self.world.monotonic():
-                    submission.waiting.clear()
                 while submission.waiting and len(slots) < num_pages:
                     page = submission.waiting.pop(0)
                     # The host's own slot is looked at before the device is asked.
@@ -125,10 +130,15 @@ class History:
                     )
                     if self.rig.host.generation(host_slot) == generation:
                         slots.append(page.source_slot if into_host else page.target_slot)
-            queue[:] = [submission for submission in queue if submission.waiting]
             if slots:
                 break
         return slots
+
+    def is_late(self, submission: Submission) -> bool:
+        return submission.deadline is not None and submission.deadline <= self.world.monotonic()
+
+    def turn(self, queue: list[Submission]) -> float:
+        return queue[0].submitted_at + queue[0].priority * self.age_s
 
     def check_bounds(self) -> LaneStats:
         """Nothing is ever above its cap, and every page is in one place."""
@@ -187,6 +197,7 @@ class History:
                 pages,
                 self.rng.choice(tuple(Priority)),
                 now + self.rng.choice((-1.0, 0.0, self.rng.uniform(0, 20))) if late else None,
+                now,
             )
             self.submissions.append(submission)
             if not await self.submit(submission):
@@ -303,7 +314,7 @@ class History:
                 if submission.transfer is not None:
                     await submission.transfer.wait()
             pages = self.rig.pages(8)
-            last = Submission(len(self.submissions), pages, Priority.WRITE_BACK, None)
+            last = Submission(len(self.submissions), pages, Priority.WRITE_BACK, None, self.world.monotonic())
             self.submissions.append(last)
             last.transfer = self.lane.try_submit(
                 pages, priority=last.priority, on_done=lambda transfer: self.on_done(last, transfer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.kernels.gather import LayerPages, gather_pages_reference, scatter_pages_reference
 from hicache.layout import AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
-from hicache.tier import Outcome, SupportsDeclare, SupportsPageCopy, Tier
+from hicache.tier import Outcome, SupportsDeclare, SupportsLayerWrite, SupportsPageCopy, Tier
 from hicache.tiers.device import DeviceTier
 from tests.stamps import identity_chain, stamp
 from tests.tiers.contract import TierContract, expect_miss, expect_page, run, store, write_of
@@ -99,6 +99,38 @@ class TestDevicePages:
                         assert not pool[slot].view(torch.uint8).any()
                 for slot, identity in zip(slots.tolist(), identities, strict=True):
                     await expect_page(tier, slot, identity)
+
+        run(main())
+
+    def test_layers_come_one_by_one_and_make_no_page_before_it_is_declared(self) -> None:
+        layout = small_layout()
+
+        async def main() -> None:
+            async with opened(layout, 6, self.device) as tier:
+                assert isinstance(tier, SupportsLayerWrite)
+                assert tier.num_layers == 3
+                before, identities = identity_chain(3, namespace=1), identity_chain(3)
+                slots = tier.allocate(6)[[4, 1, 5]]
+                await store(tier, slots, before)
+                writes = [write_of(tier, slot, each) for slot, each in zip(slots.tolist(), identities, strict=True)]
+                for layer in range(3):
+                    assert await tier.write_layer(layer, writes) == [Outcome.OK] * 3
+                    for slot, old, new in zip(slots.tolist(), before, identities, strict=True):
+                        size = layout.layer_bytes(0)
+                        for each in range(3):
+                            expected = stamp(new if each <= layer else old, size, start=each * size).tobytes()
+                            assert tier.layer(each)[slot].view(torch.uint8).cpu().numpy().tobytes() == expected
+                        await expect_miss(tier, slot, old, Outcome.NOT_FOUND)
+                        await expect_miss(tier, slot, new, Outcome.NOT_FOUND)
+                for slot, identity in zip(slots.tolist(), identities, strict=True):
+                    assert tier.declare(slot, tier.generation(slot), identity) is Outcome.OK
+                    await expect_page(tier, slot, identity)
+                for layer in (-1, 3):
+                    with pytest.raises(BadRequest, match="layer"):
+                        await tier.write_layer(layer, writes)
+                tier.free(slots[:1])
+                assert await tier.write_layer(0, writes) == [Outcome.STALE, Outcome.OK, Outcome.OK]
+            assert await tier.write_layer(0, writes) == [Outcome.ERROR] * 3
 
         run(main())
 

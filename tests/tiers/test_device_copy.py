@@ -60,6 +60,16 @@ def test_pages_come_in_and_go_out(make: Callable[[Tensor], PageCopier], num_page
 
 
 @pytest.mark.parametrize("make", [CpuCopier, staged])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_one_layer_of_pages_comes_in(make: Callable[[Tensor], PageCopier], layer: int) -> None:
+    pool, source = random_pool(0), random_pool(1)
+    expected = pool.clone()
+    expected[layer, [7, 2]] = source[layer, [7, 2]]
+    make(pool).copy_layer_in(layer, [(slot, memoryview(page_of(source, slot).tobytes())) for slot in (7, 2)])
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("make", [CpuCopier, staged])
 def test_one_slot_goes_out_to_several_buffers(make: Callable[[Tensor], PageCopier]) -> None:
     pool = random_pool(0)
     buffers = [np.zeros(PAGE_BYTES, np.uint8) for _ in range(5)]
