@@ -13,7 +13,6 @@ Three rules, on which the promises of the project rest:
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -25,12 +24,14 @@ import numpy.typing as npt
 
 from hicache.clock import Clock
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
+from hicache.guarding import guarded
 from hicache.layout import KVLayout
 from hicache.lease import Lease, Move, Pin
 from hicache.movers import Lane, PageMove, Priority
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.policy.base import EvictionPolicy
+from hicache.recovery import Progress, Recovery, recover
 from hicache.residency import Residency
 from hicache.tier import (
     DEVICE,
@@ -48,6 +49,7 @@ from hicache.tier import (
     TierId,
 )
 from hicache.tree import HiRadixTree, Match, pack_tokens
+from hicache.writing import Persisted, Writer
 
 DRAIN_S: Final = 10.0
 """How long `close` lets queued moves finish before it drops them."""
@@ -61,8 +63,6 @@ OWN_TIERS: Final = (DEVICE, HOST, NVME)
 NO_SLOTS: Final[Slots] = np.empty(0, np.int32)
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -134,6 +134,7 @@ class Cache:
         policies: eviction policy by tier, LRU where none is given.
         metadata_bytes: most memory that the tree itself may use, by its own estimate; None for no bound but that of the
             tiers' slots. Reaching it drops the coldest pages from all tiers.
+        progress: told while pages that the NVMe tier has kept over a restart are put back.
 
     Raises `BadRequest` when tiers and layout disagree, or the budget cannot hold a single page.
     """
@@ -146,6 +147,7 @@ class Cache:
         clock: Clock,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
         unknown = [tier_id for tier_id in tiers if tier_id not in OWN_TIERS]
         if unknown:
@@ -180,10 +182,17 @@ class Cache:
         self._progress = asyncio.Event()
         self._under_way: Final = dict.fromkeys(self.tiers, 0)
         """Demotions and moves under way, by tier: when one ends, pages may leave that could not before."""
+        self._stalled: Final[set[TierId]] = set()
+        """Tiers that have worn out somebody's patience, until a move of theirs ends: nothing more is sent down to them
+        meanwhile, as it would only keep its faster copy from leaving."""
         self._holders = 0
         """Who has pins that end soon: steps and promotions."""
         self._num_changes = 0
         self._num_moves = 0
+        self._writer: Final = Writer(self)
+        self._report_progress: Final = progress
+        self.recovered = Recovery()
+        """What came back from the NVMe tier when the cache was opened."""
         self._closing = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -192,6 +201,7 @@ class Cache:
         async with AsyncExitStack() as stack:
             for tier in self.tiers.values():
                 stack.push_async_callback(tier.close)
+            await self._recover()
             await stack.enter_async_context(self._tasks)
             stack.push_async_callback(self._close_lanes)
             for lane in self._lanes.values():
@@ -204,6 +214,15 @@ class Cache:
     ) -> None:
         # The error of the block is not handed on: lanes are closed in the same way whatever ended the block.
         await self._exit.aclose()
+
+    async def _recover(self) -> None:
+        """Take over what the NVMe tier has kept; nobody else uses the tree yet."""
+        durable = self._writer.tier
+        if durable is not None and (runs := durable.recovered()):
+            self.recovered = await recover(
+                self.tree, self.tiers[NVME], runs,
+                layout=self.layout, clock=self.clock, progress=self._report_progress,
+            )
 
     async def _close_lanes(self) -> None:
         self._closing = True
@@ -280,9 +299,14 @@ class Cache:
             under_way = any(self._under_way[each] for each in self._from(tier_id))
             if not wait or not (under_way or self._holders):
                 raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
-            await self._wait(self._progress, deadline)
+            await self.wait_for_progress(deadline)
             self._require_open()
         return tier.allocate(num_pages)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing new is begun any more."""
+        return self._closing
 
     def _require_open(self) -> None:
         if self._closing:
@@ -336,30 +360,23 @@ class Cache:
         needs them, else they stay. Returns the pages that left."""
         target_id = _SLOWER.get(tier_id)
         target = self.tiers.get(target_id) if target_id else None
-        slots = NO_SLOTS
         # Pinned while room is made below and the copies run, so that nobody else takes them; a split meanwhile adds
         # the new half to the pin.
         pin = self.tree.pin(nodes, tier_id)
         self._under_way[tier_id] += 1
         num_moves = self._num_moves
         try:
-            if target is not None:
-                slots = await self._allocate_up_to(target.tier_id, pin.num_pages, deadline=deadline)
-            moving: list[Moving] = []
-            # Where not all fit, the warmest are kept: victims come coldest first.
-            for node in reversed(list(pin.nodes)):
-                if target is None or not len(slots) or not self._can_start(node, tier_id, target.tier_id):
-                    continue
-                if node.num_pages > len(slots):
-                    # Its tail still fits; `node` stays the lower half.
-                    self.tree.split(node, node.num_pages - len(slots))
-                taken, slots = slots[: node.num_pages], slots[node.num_pages :]
-                moving.append(self.start_move(node, tier_id, target.tier_id, taken, Priority.WRITE_BACK))
-            await self._wait_patiently(moving, deadline)
+            if target is not None and target.tier_id not in self._stalled:
+                give_up_at = self.clock.monotonic() + PATIENCE_S
+                try:
+                    await self._copy_down(pin, tier_id, target.tier_id, deadline=min(deadline, give_up_at))
+                except DeadlineExceeded:
+                    if deadline <= give_up_at:
+                        raise
+                    if self._under_way[target.tier_id]:
+                        self._stalled.add(target.tier_id)
         finally:
             fragments = list(pin.nodes)
-            if target is not None and len(slots):
-                target.free(slots)
             self.free(self.tree.unpin(pin))
             self._under_way[tier_id] -= 1
             # If nothing was even tried, nothing is new for others who wait: two of them would wake each other for ever.
@@ -368,19 +385,30 @@ class Cache:
         # Without an `await` since the pin was given up: what is looked at here is what is evicted.
         return sum([self._evict(node, tier_id) for node in fragments if self.tree.can_evict(node, tier_id)])
 
-    async def _wait_patiently(self, moving: Sequence["Moving"], deadline: float) -> None:
-        give_up_at = self.clock.monotonic() + PATIENCE_S
-        try:
-            for move in moving:
-                await self._wait(move.done, min(deadline, give_up_at))
-        except DeadlineExceeded:
-            if deadline <= give_up_at:
-                raise
+    async def _copy_down(self, pin: Pin, source: TierId, target: TierId, *, deadline: float) -> None:
+        """Copy pinned nodes one tier down, as far as there is room. Where not all fit, the warmest are kept: victims
+        come coldest first."""
+        if target == NVME:
+            await self._writer.write(lambda: list(reversed(list(pin.nodes))), deadline=deadline)
+            return
+        slots = await self.allocate_up_to(target, pin.num_pages, deadline=deadline)
+        moving: list[Moving] = []
+        for node in reversed(list(pin.nodes)):
+            if not len(slots) or not self._can_start(node, source, target):
+                continue
+            if node.num_pages > len(slots):
+                # Its tail still fits; `node` stays the lower half.
+                self.tree.split(node, node.num_pages - len(slots))
+            taken, slots = slots[: node.num_pages], slots[node.num_pages :]
+            moving.append(self.start_move(node, source, target, taken, Priority.WRITE_BACK))
+        self.free({target: slots})
+        for move in moving:
+            await self.wait(move.done, deadline)
 
     def _can_start(self, node: Node, source: TierId, target: TierId) -> bool:
         return node.residency(source) is Residency.RESIDENT and node.residency(target) is Residency.ABSENT
 
-    async def _allocate_up_to(self, tier_id: TierId, num_pages: int, *, deadline: float) -> Slots:
+    async def allocate_up_to(self, tier_id: TierId, num_pages: int, *, deadline: float) -> Slots:
         """`allocate`, content with fewer pages where a tier is small, full of pinned pages, or down."""
         tier = self.tiers[tier_id]
         try:
@@ -404,7 +432,7 @@ class Cache:
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def start_move(self, node: Node, source: TierId, target: TierId, slots: Slots, priority: Priority) -> "Moving":
-        """Begin to copy a node from one tier to a neighbouring one, into `slots` of the target; returns at once.
+        """Begin to copy a node from one tier to another, into `slots` of the target; returns at once.
 
         The node is resident in `source` and absent in `target`. From here on the slots belong to the move: they end in
         the tree or are freed, whether anybody still waits or not. Raises `Closed`, and they are freed.
@@ -412,6 +440,8 @@ class Cache:
         if self._closing:
             self.free({target: slots})
             self._require_open()
+        if target == NVME:
+            self._writer.remember(node)
         move = self.tree.start_move(node, source=source, target=target, slots=slots)
         from_tier, to_tier = self.tiers[source], self.tiers[target]
         pages = [
@@ -434,16 +464,25 @@ class Cache:
         return moving
 
     async def _carry_out(self, moving: "Moving", pages: list[PageMove], priority: Priority) -> None:
-        lane = self._lanes[moving.source, moving.target]
-        transfer = await lane.submit(pages, priority=priority)
-        result = await transfer.wait()
-        ok = [outcome is Outcome.OK for outcome in result.outcomes]
+        outcomes: Sequence[Outcome | None]
+        lane = self._lanes.get((moving.source, moving.target))
+        if lane is not None:
+            transfer = await lane.submit(pages, priority=priority)
+            outcomes = (await transfer.wait()).outcomes
+        else:
+            outcomes = await self._writer.copy_past_host(self.tiers[moving.source], self.tiers[moving.target], pages)
+        ok = [outcome is Outcome.OK for outcome in outcomes]
+        if moving.target == NVME and not all(ok):
+            # Nothing is kept there without what comes before it.
+            ok = [position < ok.index(False) for position in range(len(ok))]
         finished = self.tree.finish_move(moving.move, ok)
+        moving.is_complete = all(ok)
         if not all(ok):
-            _count(self.counters.failed_moves, lane.name, ok.count(False))
-            self._forget_bad(moving, result.outcomes)
+            _count(self.counters.failed_moves, f"{moving.source}->{moving.target}", ok.count(False))
+            self._forget_bad(moving, outcomes)
         for tier_id in (moving.source, moving.target):
             self._under_way[tier_id] -= 1
+            self._stalled.discard(tier_id)
         self._free_slots(finished.freed)
         self._changed()
         moving.done.set()
@@ -482,7 +521,7 @@ class Cache:
                     continue
                 if position + node.num_pages > max_pages:
                     node, _ = self.tree.split(node, max_pages - position)
-                slots = await self._allocate_up_to(target, node.num_pages, deadline=deadline)
+                slots = await self.allocate_up_to(target, node.num_pages, deadline=deadline)
                 if not len(slots):
                     break
                 # Looked at again: the node may have been split, moved by somebody else, or removed meanwhile.
@@ -497,7 +536,7 @@ class Cache:
                 moving.append(self.start_move(found, source, target, slots[:num_pages], priority))
                 position += num_pages
             for move in moving:
-                await self._wait(move.done, deadline)
+                await self.wait(move.done, deadline)
         finally:
             self.unpin(pins)
 
@@ -556,6 +595,23 @@ class Cache:
         self.free(removed.freed)
         return sum(node.num_pages for node in removed.held)
 
+    async def settle(self, *, deadline: float) -> bool:
+        """Wait until everything removed so far is removed durably: it then does not come back over a restart, either.
+
+        False if it is not by `deadline` (monotonic seconds), or the NVMe tier cannot make it so. True at once for a
+        cache without a tier that survives a restart.
+        """
+        return await self._writer.settle(deadline=deadline)
+
+    async def persist(self, namespace: Namespace, tokens: npt.ArrayLike, *, deadline: float) -> Persisted:
+        """Write what is cached of a prefix to NVMe, in whole pages, and wait until it survives `kill -9` and a power
+        cut. Faster copies stay. Pages for which NVMe has no room, or which fail, and those behind them, are left out.
+
+        Raises `DeadlineExceeded` at `deadline` (monotonic seconds): what was begun goes on, nothing is promised.
+        `TierUnavailable` when there is no such tier, or it cannot flush; `BadRequest` for tokens that are none.
+        """
+        return await self._writer.persist(namespace, tokens, deadline=deadline)
+
     async def copy_page(self, node: Node, page: int, target_slot: int, *, deadline: float) -> bool:
         """Copy one page of a node, from wherever it is, into a device slot that is not in the tree.
 
@@ -593,7 +649,7 @@ class Cache:
         if self._closing:
             copy.close()
             self._require_open()
-        task = self._tasks.create_task(_guarded(copy))
+        task = self._tasks.create_task(guarded(copy))
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
@@ -611,7 +667,7 @@ class Cache:
         reading = _Reading(slot, identity, self.pin({NVME: [node]}))
         self._tasks.create_task(self._carry_out_reading(reading, deadline), name=f"read {NVME} aside")
         try:
-            await self._wait(reading.done, deadline)
+            await self.wait(reading.done, deadline)
         except BaseException:
             reading.is_wanted = False
             self.free({HOST: reading.host_slots})
@@ -622,11 +678,11 @@ class Cache:
         outcomes = None
         slots = NO_SLOTS
         try:
-            slots = await self._allocate_up_to(HOST, 1, deadline=deadline)
+            slots = await self.allocate_up_to(HOST, 1, deadline=deadline)
             if len(slots):
                 nvme, slot, into = self.tiers[NVME], reading.slot, self._host_view(int(slots[0]))
                 page = PageRead(slot, nvme.generation(slot), reading.identity, into)
-                outcomes = await _guarded(nvme.read([page]))
+                outcomes = await guarded(nvme.read([page]))
         except (DeadlineExceeded, Closed):
             pass  # whoever waits for it is told the same
         if outcomes == [Outcome.OK] and reading.is_wanted:
@@ -661,7 +717,12 @@ class Cache:
         self._progress.set()
         self._progress = asyncio.Event()
 
-    async def _wait(self, event: asyncio.Event, deadline: float) -> None:
+    async def wait_for_progress(self, deadline: float) -> None:
+        """Wait until a move ends or room is given back. Raises `DeadlineExceeded`."""
+        await self.wait(self._progress, deadline)
+
+    async def wait(self, event: asyncio.Event, deadline: float) -> None:
+        """Wait for an event, at most until `deadline` (monotonic seconds). Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(max(0.0, deadline - self.clock.monotonic())):
                 await event.wait()
@@ -677,6 +738,8 @@ class Moving:
     source: TierId
     target: TierId
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    is_complete: bool = False
+    """Every page arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -691,15 +754,6 @@ class _Reading:
     """Nobody has given up waiting for it."""
     host_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     """Where the page is once `done` is set: `[1]`, or `[0]` if it could not be read."""
-
-
-async def _guarded(copy: Coroutine[Any, Any, T]) -> T | None:
-    """What a tier's coroutine returns; None if it raised against its contract, which must not end the cache."""
-    try:
-        return await copy
-    except Exception:
-        _log.exception("a copy raised instead of reporting")
-        return None
 
 
 def _covering(nodes: Sequence[Node], num_pages: int) -> list[Node]:

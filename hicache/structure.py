@@ -123,6 +123,11 @@ class Structure:
         return self._num_nodes
 
     @property
+    def num_namespaces(self) -> int:
+        """Namespaces with at least one page."""
+        return len(self._roots)
+
+    @property
     def metadata_bytes(self) -> int:
         """About how many bytes of memory the tree uses: see `hicache.metadata` for what is counted and how well."""
         published, budgeted = self._published, self.metadata_budget is not None

@@ -20,6 +20,7 @@ from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
+from tests.hicache.durable import Image, SimulatedDurableTier
 from tests.simulation import Faults, SimulatedHost, SimulatedTier, World
 
 PAGE_SIZE: Final = 4
@@ -70,6 +71,11 @@ class Setup:
     nvme: SimulatedTier | None
 
     @property
+    def durable(self) -> SimulatedDurableTier:
+        assert isinstance(self.nvme, SimulatedDurableTier)
+        return self.nvme
+
+    @property
     def tiers(self) -> list[SimulatedTier]:
         return [tier for tier in (self.device, self.host, self.nvme) if tier is not None]
 
@@ -110,8 +116,11 @@ async def opened(
     nvme_pages: int | None = 64,
     faults: Faults | None = None,
     metadata_bytes: int | None = None,
+    image: Image | None = None,
+    sync_s: float = 1e-3,
 ) -> AsyncIterator[Setup]:
-    """A cache that runs for the length of the block, on tiers with jitter and, if asked, faults."""
+    """A cache that runs for the length of the block, on tiers with jitter and, if asked, faults. With an `image`, its
+    NVMe tier survives crashes, and finds that image when it opens."""
 
     def tier(kind: type[T], tier_id: TierId, pages: int, latency: float, bandwidth: float) -> T:
         return kind(
@@ -127,7 +136,22 @@ async def opened(
 
     device = tier(SimulatedDevice, DEVICE, device_pages, 1e-5, 1e8)
     host = tier(SimulatedHost, HOST, host_pages, 0.0, 1e8)
-    nvme = tier(SimulatedTier, NVME, nvme_pages, 1e-4, 1e7) if nvme_pages is not None else None
+    nvme: SimulatedTier | None = None
+    if image is not None:
+        assert nvme_pages is not None
+        nvme = SimulatedDurableTier(
+            image=image,
+            sync_s=sync_s,
+            page_bytes=LAYOUT.page_bytes,
+            capacity_pages=nvme_pages,
+            rng=world.rng,
+            latency_s=1e-4,
+            bandwidth=1e7,
+            jitter=0.5,
+            faults=faults,
+        )
+    elif nvme_pages is not None:
+        nvme = tier(SimulatedTier, NVME, nvme_pages, 1e-4, 1e7)
     tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
     if nvme is not None:
         tiers[NVME] = nvme
