@@ -87,6 +87,10 @@ class Plan:
     """What loading every page would take, the tokens after the match included."""
     recompute_seconds: float
     """What computing every page that is not there would take, the same included."""
+    load_wait_s: float
+    """Predicted seconds before the first page of `load_back` comes."""
+    load_page_s: float
+    """Predicted seconds from one page of `load_back` to the next."""
     reason: str
     """Why this was chosen, in words and figures."""
 
@@ -313,6 +317,14 @@ class _Planning:
             and max(start, piece.start) < min(stop, piece.stop)
         )
 
+    def _loads(self, ranges: Iterable[PageRange]) -> dict[Route, int]:
+        """Pages of ranges by their route."""
+        loads: dict[Route, int] = {}
+        for each in ranges:
+            for piece in self._pieces:
+                _add(loads, piece, each.start, each.stop)
+        return loads
+
     def _loaded(self, cut: _Cut) -> tuple[PageRange, ...]:
         return self._missing(0, cut.meet, within=cut.fast) + self._missing(cut.meet, cut.last)
 
@@ -329,6 +341,10 @@ class _Planning:
         compute = self._missing(0, cut.meet, without=cut.fast)
         # Where there is no front to meet, the front is loaded first: if a page fails, what lies before it is of use.
         back = self._missing(cut.meet, cut.last) if compute else ()
+        back_pages = self._loads(back)
+        num_back = sum(back_pages.values())
+        load_page_s = max(_lane_seconds(back_pages).values(), default=0.0) / max(1, num_back)
+        load_s = arrival(self._loads(self._loaded(cut))).end_s
         return Plan(
             choice=choice,
             load_first=self._missing(0, cut.meet, within=cut.fast) if compute else self._loaded(cut),
@@ -338,6 +354,8 @@ class _Planning:
             seconds=cut.seconds,
             load_seconds=load_all.seconds,
             recompute_seconds=recompute_all.seconds,
+            load_wait_s=max(0.0, load_s - num_back * load_page_s) if num_back else 0.0,
+            load_page_s=load_page_s,
             reason=reason,
         )
 
@@ -347,6 +365,15 @@ def _add(loads: dict[Route, int], piece: _Piece, start: int, stop: int) -> None:
     num_pages = min(stop, piece.stop) - max(start, piece.start)
     if piece.route and num_pages > 0:
         loads[piece.route] = loads.get(piece.route, 0) + num_pages
+
+
+def _lane_seconds(loads: Mapping[Route, int]) -> dict[str, float]:
+    """How long each lane copies what passes it."""
+    seconds: dict[str, float] = {}
+    for route, num_pages in loads.items():
+        for lane in route:
+            seconds[lane.name] = seconds.get(lane.name, 0.0) + num_pages * lane.page_s
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
