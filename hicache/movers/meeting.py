@@ -32,8 +32,8 @@ PATIENCE_S: Final = 2.0
 SLOWER: Final = 2.0
 """When so many times the predicted time is over, pages that were to be loaded first are left to whichever end is
 faster."""
-_PACE: Final = 0.25
-"""Weight of the newest batch in the running estimate of how fast pages arrive."""
+_PACE: Final = 0.75
+"""How much of what earlier batches taught about the pace of pages a newer one leaves."""
 
 
 class _Page(IntEnum):
@@ -82,7 +82,10 @@ class Meeting:
         self._chunk_pages = max(1, chunk_tokens // page_size)
         self._load_pages = load_pages
         self._began_at = self._arrived_at = now
-        self._wait_s, self._page_s = plan.load_wait_s, plan.load_page_s
+        self._wait_s = plan.load_wait_s
+        # Batches may arrive together: sums of seconds and of pages, not a mean of speeds. The prediction is one batch.
+        self._pace_pages = float(load_pages) if plan.load_page_s else 0.0
+        self._pace_s = plan.load_page_s * self._pace_pages
         self._front = 0
         self._first = deque(plan.load_first)
         """What is left to load from the front on."""
@@ -121,9 +124,7 @@ class Meeting:
         """Take pages to load: neighbours of one range of the plan, at most `load_pages`. None: nothing is left."""
         taken = self._take(self._first, _Page.PROMISED, self._load_pages, front_first=True)
         if taken is None:
-            # Smaller steps towards the end, so that the last one does not go far beyond the meeting point.
-            at_most = min(self._load_pages, max(1, self._num_open // 4))
-            taken = self._take(self._back, _Page.OPEN, at_most, front_first=False)
+            taken = self._take(self._back, _Page.OPEN, self._load_at_most(), front_first=False)
             if taken is None:
                 return None
             self._num_open -= len(taken)
@@ -188,6 +189,18 @@ class Meeting:
         self._mark(taken, _Page.COMPUTING)
         return taken
 
+    @property
+    def _page_s(self) -> float:
+        """Seconds from one page of the back to the next, as things go now."""
+        return self._pace_s / self._pace_pages if self._pace_pages else 0.0
+
+    def _load_at_most(self) -> int:
+        """How many open pages to load at once: less towards the end, so that the last ones do not go far beyond the
+        meeting point."""
+        compute_s = self._compute_seconds(self._front, self._front + 1)
+        share = compute_s / (compute_s + self._page_s) if compute_s else 1.0
+        return min(self._load_pages, max(1, int(self._num_open * share / 4)))
+
     def _open_up(self) -> None:
         """Leave what was to be loaded first to both ends."""
         for each in self._first:
@@ -203,12 +216,17 @@ class Meeting:
         ready_s = self._wait_s + sum(self._of_back.values()) * self._page_s - (now - self._arrived_at)
         # What is overdue may take as long again: nobody knows better.
         ready_s = abs(ready_s)
+
+        def load_s(point: int) -> float:
+            """How long loading what is left takes, if everything up to a point is computed."""
+            return ready_s + (self._num_open - (point - front)) * self._page_s
+
         low, high = front, stop
         while low < high:
             middle = (low + high + 1) // 2
-            left_s = ready_s + (self._num_open - (middle - front)) * self._page_s
-            low, high = (middle, high) if self._compute_seconds(front, middle) <= left_s else (low, middle - 1)
-        return low
+            low, high = (middle, high) if self._compute_seconds(front, middle) <= load_s(middle) else (low, middle - 1)
+        # The loading end is the later one now; with a page more the computing end may be, but sooner.
+        return low + 1 if low < stop and self._compute_seconds(front, low + 1) < load_s(low) else low
 
     def _compute_seconds(self, start: int, stop: int) -> float:
         curve = self._prefill.curve
@@ -219,10 +237,10 @@ class Meeting:
 
     def _learn_pace(self, num_pages: int, now: float) -> None:
         """Pages of the back came, one batch after the other."""
-        page_s = max(0.0, now - self._arrived_at - self._wait_s) / num_pages
         # The first ones also waited: as long as predicted, as far as anybody knows.
+        self._pace_s = _PACE * self._pace_s + max(0.0, now - self._arrived_at - self._wait_s)
+        self._pace_pages = _PACE * self._pace_pages + num_pages
         self._wait_s = 0.0
-        self._page_s += (page_s - self._page_s) * (_PACE if self._page_s else 1.0)
 
     def _take(self, ranges: deque[PageRange], state: _Page, at_most: int, *, front_first: bool) -> PageRange | None:
         """The next neighbours of a state, from the front of the first range or from its back; the rest of it stays."""

@@ -44,6 +44,8 @@ class Request:
     loaded: set[int] = field(default_factory=set)
     joined: list[int] = field(default_factory=list)
     num_ended: int = 0
+    private_max: int = 0
+    """Most pages that were loaded while the front had not come to them."""
 
     async def compute(self, pages: PageRange) -> None:
         assert self.there >= set(range(pages.start)), "computed before everything in front was there"
@@ -65,6 +67,8 @@ class Request:
         arrived = {page for page, ok in zip(range(pages.start, pages.stop), result.ok, strict=True) if ok}
         self.there |= arrived
         self.loaded |= arrived
+        joined = self.joined[-1] if self.joined else 0
+        self.private_max = max(self.private_max, sum(page > joined for page in self.loaded))
         return result.ok
 
     def on_joined(self, joined: int) -> None:
@@ -138,7 +142,7 @@ def page_seconds(num_tokens: int, ratio: float) -> float:
 def test_it_takes_as_long_as_the_optimum(num_tokens: int, ratio: float) -> None:
     seconds = seconds_of(num_tokens, page_seconds(num_tokens, ratio))
     best = optimum(num_tokens, ratio * break_even(num_tokens))
-    assert best * 0.999 <= seconds <= best * 1.1
+    assert best * 0.999 <= seconds <= best * 1.06
     # And never slower than either choice alone.
     assert seconds <= 1.02 * min(num_tokens // PAGE * page_seconds(num_tokens, ratio), CURVE.seconds(0, num_tokens))
 
@@ -193,10 +197,12 @@ def test_what_the_lane_cannot_give_is_computed() -> None:
 def test_what_was_loaded_from_the_back_is_private_until_the_front_has_come() -> None:
     async def main(world: World) -> None:
         _, request, _ = await carry_out(world, 8192, page_s=page_seconds(8192, 1.0))
-        # The front grows step by step, and joins everything else at the end.
+        # The front grows step by step, and reaches what was loaded at the end only.
+        growth = [joined for joined in request.joined if joined <= min(request.loaded)]
+        assert len(growth) >= 5
+        assert growth[-1] > 40
         assert request.joined[-1] == 128
-        assert request.joined[-2] <= min(request.loaded)
-        assert min(request.loaded) > 40
+        assert request.private_max > 40
 
     run_simulated(main, 0)
 
@@ -236,7 +242,7 @@ def test_an_engine_that_fails_ends_the_meeting_with_its_own_error() -> None:
         async with rig.running():
             with pytest.raises(ZeroDivisionError):
                 await meet(meeting, compute=fail, load=request.load, clock=world)
-        assert request.num_ended % 16 == 0
+        assert request.num_ended == rig.lane.stats.submitted
 
     run_simulated(main, 0)
 

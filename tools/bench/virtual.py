@@ -1,0 +1,138 @@
+"""Virtual time for benches: lanes and planner run as they are, over tiers that only take the time that copying would.
+
+A run is deterministic, and a minute of it takes milliseconds: what is measured is what the code decides, not what the
+machine does meanwhile.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots, TierId
+from hicache.tiers.slots import SlotPool
+
+T = TypeVar("T")
+
+PAGE: bytes = bytes(16)
+"""What a page has in memory here. How long it takes to copy is its tier's matter."""
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Never sleeps: when nothing is ready, time jumps to the next timer."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if ready := super().select(0):
+            return ready
+        assert timeout is not None, "every task waits and no timer is set"
+        self.now += timeout
+        return []
+
+
+class VirtualClock:
+    """The time of a virtual loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def wall(self) -> float:
+        return self._loop.time()
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtual(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end in virtual time, which begins at 0."""
+    loop = _VirtualLoop()
+    try:
+        return loop.run_until_complete(main(VirtualClock(loop)))
+    finally:
+        loop.close()
+
+
+class TimedTier:
+    """A tier whose calls wait `latency_s`, then pass their pages one after the other through one pipe.
+
+    With several layers it also takes pages layer by layer, each in its part of a page's time.
+    """
+
+    def __init__(
+        self, tier_id: TierId, *, capacity_pages: int, page_s: float, latency_s: float = 0.0, num_layers: int = 1
+    ) -> None:
+        self.num_layers = num_layers
+        self._slots = SlotPool(tier_id, capacity_pages)
+        self._page_s = page_s
+        self._latency_s = latency_s
+        self._pipe_free_at = 0.0
+
+    @property
+    def tier_id(self) -> TierId:
+        return self._slots.tier_id
+
+    @property
+    def page_bytes(self) -> int:
+        return len(PAGE)
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._slots.capacity
+
+    @property
+    def num_free(self) -> int:
+        return self._slots.num_free
+
+    def allocate(self, num_pages: int) -> Slots:
+        return self._slots.allocate(num_pages)
+
+    def free(self, slots: Slots) -> None:
+        self._slots.free(slots)
+
+    def generation(self, slot: int) -> int:
+        return self._slots.generation(slot)
+
+    async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
+        return await self._pass(len(pages), self._page_s)
+
+    async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
+        return await self._pass(len(pages), self._page_s)
+
+    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
+        return await self._pass(len(pages), self._page_s / self.num_layers)
+
+    def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
+
+    async def close(self) -> None:
+        """Nothing to wait for."""
+
+    async def _pass(self, num_pieces: int, piece_s: float) -> list[Outcome]:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._latency_s)
+        self._pipe_free_at = max(loop.time(), self._pipe_free_at) + num_pieces * piece_s
+        await asyncio.sleep(self._pipe_free_at - loop.time())
+        return [Outcome.OK] * num_pieces
+
+
+class TimedHost(TimedTier):
+    """Memory: one end of every lane, which takes no time of its own."""
+
+    def __init__(self, tier_id: TierId, *, capacity_pages: int) -> None:
+        super().__init__(tier_id, capacity_pages=capacity_pages, page_s=0.0)
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(bytearray(PAGE))
+
+    def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
