@@ -30,7 +30,8 @@ class SlotPool:
 
     A run long enough is taken whole, the one that fits best among those looked at; failing that, the longest runs
     first. The place of the last allocation or free is tried before anything else, so that filling an empty tier, and
-    refilling what an eviction emptied, are one comparison and stay in order.
+    refilling what an eviction emptied, are one comparison and stay in order. With `reuse_late` it is the place behind
+    the last allocation, round and round.
 
     >>> pool = SlotPool(TierId("host"), 4)
     >>> pool.allocate(3)
@@ -39,7 +40,9 @@ class SlotPool:
     (2, 1)
     """
 
-    def __init__(self, tier_id: TierId, capacity: int) -> None:
+    def __init__(self, tier_id: TierId, capacity: int, *, reuse_late: bool = False) -> None:
+        """`reuse_late`: what was freed last is given last, as far as neighbours allow; for slots that cost something to
+        take again at once."""
         if not 1 <= capacity <= MAX_SLOTS:
             raise BadRequest("capacity_pages", f"{capacity} is not within 1 to {MAX_SLOTS} pages")
         self.tier_id = tier_id
@@ -53,6 +56,24 @@ class SlotPool:
         self._block_free = self._rows.sum(axis=1, dtype=np.int32)
         self._generation = np.zeros(capacity, np.int64)
         self._hint = 0
+        self._reuse_late = reuse_late
+
+    @classmethod
+    def restored(
+        cls,
+        tier_id: TierId,
+        generations: npt.NDArray[np.int64],
+        allocated: Slots,
+        *,
+        reuse_late: bool = False,
+    ) -> "SlotPool":
+        """A pool that goes on where an earlier one ended: `generations` of all slots, and which are handed out."""
+        pool = cls(tier_id, generations.size, reuse_late=reuse_late)
+        pool._generation[:] = generations
+        pool._free[allocated] = False
+        pool._block_free[:] = pool._rows.sum(axis=1, dtype=np.int32)
+        pool._num_free = int(pool._block_free.sum())
+        return pool
 
     @property
     def num_free(self) -> int:
@@ -64,6 +85,10 @@ class SlotPool:
         if not 0 <= slot < self.capacity:
             raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
         return int(self._generation[slot])
+
+    def generations(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Generations of the slots from `start` to before `stop`, copied."""
+        return self._generation[start:stop].copy()
 
     def is_allocated(self, slot: int) -> bool:
         """Whether `slot` is handed out now. Raises `BadRequest` for a slot that does not exist."""
@@ -87,6 +112,8 @@ class SlotPool:
         if num_pages == 0:
             return np.empty(0, np.int32)
         start, end = self._hint, self._hint + num_pages
+        if end > self.capacity and self._reuse_late:
+            start, end = 0, num_pages
         if end <= self.capacity and bool(self._free[start:end].all()):
             slots = np.arange(start, end, dtype=np.int32)
         else:
@@ -115,8 +142,9 @@ class SlotPool:
         self._generation[ordered] += 1
         self._count(ordered, 1)
         self._num_free += int(ordered.size)
-        starts, lengths = _runs(ordered)
-        self._hint = int(ordered[starts[int(np.argmax(lengths))]])
+        if not self._reuse_late:
+            starts, lengths = _runs(ordered)
+            self._hint = int(ordered[starts[int(np.argmax(lengths))]])
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if an invariant at the head of this file does not hold."""

@@ -20,7 +20,10 @@ from crc32c import crc32c
 from hicache.errors import BadRequest, HicacheError, NoRoom, TierUnavailable
 from hicache.layout import KVDtype, KVLayout
 from hicache.tiers.nvme import NvmeTier
-from hicache.tiers.nvme.directory import MANIFEST, MANIFEST_ASIDE, OVERHEAD_BYTES
+from hicache.tiers.nvme.directory import overhead_bytes
+from hicache.tiers.nvme.filling import MANIFEST, MANIFEST_ASIDE
+from hicache.tiers.nvme.geometry import Geometry
+from hicache.tiers.nvme.log import LOG_NAMES
 from tests.stamps import identity_chain
 from tests.tiers.contract import expect_page, run, store
 from tests.tiers.faulty_files import Fault, FaultyFiles, PoorFiles
@@ -29,6 +32,9 @@ from tests.tiers.nvme import LANES, capacity_for, shape_of, small_tier
 SHAPE = shape_of(12_288)
 CAPACITY, SEGMENT = capacity_for(SHAPE, 8, slots_per_segment=3)
 SEGMENTS = ["hicache-000000.seg", "hicache-000001.seg", "hicache-000002.seg"]
+FILES = [*LOG_NAMES, *SEGMENTS, MANIFEST]
+"""Everything that a store has in its directory, in order."""
+OVERHEAD_BYTES = overhead_bytes(Geometry.plan(SHAPE, capacity_bytes=3 * CAPACITY, segment_bytes=SEGMENT))
 ROOT = Path(__file__).parents[2]
 
 
@@ -88,7 +94,7 @@ def test_a_missing_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None
     finally:
         os.umask(previous)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-    assert sorted(os.listdir(tmp_path / "new")) == [*SEGMENTS, MANIFEST]
+    assert sorted(os.listdir(tmp_path / "new")) == sorted(FILES)
     for name in os.listdir(tmp_path / "new"):
         assert stat.S_IMODE((tmp_path / "new" / name).stat().st_mode) == 0o600
     assert (tier.capacity_pages, tier.num_free, tier.page_bytes) == (8, 8, 12_288)
@@ -151,29 +157,45 @@ def test_a_directory_with_only_foreign_files_is_taken_and_they_stay(tmp_path: Pa
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_segments_of_an_earlier_run_are_replaced_and_their_pages_are_gone(tmp_path: Path) -> None:
+def to_version_1(directory: Path) -> None:
+    """Make it a directory of the version that had no journal."""
+    text = b"hicache-nvme 1\n{}\n"
+    (directory / MANIFEST).write_bytes(text + b"crc32c %08x\n" % crc32c(text))
+    for name in SEGMENTS:
+        segment = bytearray((directory / name).read_bytes())
+        segment[8:10] = (1).to_bytes(2, "little")
+        segment[4092:4096] = crc32c(bytes(segment[:4092])).to_bytes(4, "little")
+        (directory / name).write_bytes(segment)
+    for name in LOG_NAMES:
+        (directory / name).unlink()
+
+
+@pytest.mark.parametrize("manifest", ["whole", "damaged", "gone"])
+def test_a_directory_of_version_1_is_taken_over_and_its_pages_are_gone(tmp_path: Path, manifest: str) -> None:
     directory = tmp_path / "store"
     identities = identity_chain(8)
 
     async def fill() -> None:
-        tier = open_tier(directory)
-        await store(tier, tier.allocate(8), identities)
-        await tier.close()
+        async with open_tier(directory) as tier:
+            await store(tier, tier.allocate(8), identities)
 
     run(fill())
-    old = {name: (directory / name).stat().st_ino for name in SEGMENTS}
     assert (directory / SEGMENTS[0]).read_bytes().count(identities[0].tokens)
+    to_version_1(directory)
+    if manifest == "damaged":
+        (directory / MANIFEST).write_bytes(b"hicache-nvme 1\n{}\ncrc32c 00000000\n")
+    elif manifest == "gone":
+        (directory / MANIFEST).unlink()
 
     async def check() -> None:
         async with open_tier(directory) as tier:
             for name in SEGMENTS:
                 assert identities[0].tokens not in (directory / name).read_bytes()
-            assert tier.num_free == 8
+            assert (tier.num_free, tier.recovery.num_pages) == (8, 0)
             await store(tier, tier.allocate(8), identities)
 
     run(check())
-    assert sorted(os.listdir(directory)) == [*SEGMENTS, MANIFEST]
-    assert old.keys() == {name for name in os.listdir(directory) if name.endswith(".seg")}
+    assert set(os.listdir(directory)) - {MANIFEST_ASIDE} == set(FILES)
 
 
 # ---- what is refused
@@ -280,7 +302,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in refused(tmp_path, files=Others())
 
 
-@pytest.mark.parametrize("version", [0, 2, 77])
+@pytest.mark.parametrize("version", [0, 3, 77])
 def test_an_unknown_format_version_is_refused_and_the_directory_stays_as_it_is(tmp_path: Path, version: int) -> None:
     directory = tmp_path / "store"
     open_and_close(directory)
@@ -337,7 +359,7 @@ def test_a_damaged_manifest_is_set_aside_and_the_store_starts_cold(
     assert (directory / MANIFEST_ASIDE).read_bytes() == content
     assert MANIFEST_ASIDE in caplog.text
     assert str(directory) in caplog.text
-    assert sorted(os.listdir(directory)) == [*SEGMENTS, MANIFEST, MANIFEST_ASIDE]
+    assert sorted(os.listdir(directory)) == sorted([*FILES, MANIFEST_ASIDE])
 
 
 @pytest.mark.parametrize("name", [MANIFEST, *SEGMENTS])
@@ -372,7 +394,7 @@ def test_any_damaged_file_leads_to_a_start(tmp_path: Path, name: str, damage: st
     run(main())
     if name != MANIFEST and damage != "swapped":
         # Beside a whole manifest a segment is ours however it looks: damage does not eat up the disk.
-        assert sorted(os.listdir(directory)) == [*SEGMENTS, MANIFEST]
+        assert sorted(os.listdir(directory)) == sorted(FILES)
 
 
 def test_a_file_of_another_user_is_left_alone(tmp_path: Path) -> None:
@@ -390,7 +412,7 @@ def test_a_file_of_another_user_is_left_alone(tmp_path: Path) -> None:
     before = picture(directory)[SEGMENTS[1]]
     open_and_close(directory, files=Others())
     assert picture(directory)[SEGMENTS[1]] == before
-    assert sorted(os.listdir(directory)) == [*SEGMENTS, "hicache-000003.seg", MANIFEST]
+    assert sorted(os.listdir(directory)) == sorted([*FILES, "hicache-000003.seg"])
 
 
 def test_the_manifest_becomes_visible_whole(tmp_path: Path) -> None:
@@ -442,7 +464,7 @@ def test_a_segment_that_cannot_be_told_to_be_ours_is_left_alone(
         run(main())
     assert picture(tmp_path)[SEGMENTS[1]] == before
     assert SEGMENTS[1] in caplog.text
-    assert sorted(os.listdir(tmp_path)) == [*SEGMENTS, "hicache-000003.seg", MANIFEST]
+    assert sorted(os.listdir(tmp_path)) == sorted([*FILES, "hicache-000003.seg"])
 
 
 # ---- C28: links that lead outside
@@ -528,7 +550,7 @@ from hicache.errors import HicacheError
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
 try:
-    tier = NvmeTier.open(sys.argv[1], layout=PageShape((4096,), 4), capacity_bytes=1 << 20)
+    tier = NvmeTier.open(sys.argv[1], layout=PageShape((4096, 4096, 4096), 4), capacity_bytes=1 << 20)
 except HicacheError as error:
     print("refused", error, flush=True)
     sys.exit(3)
@@ -635,7 +657,7 @@ def test_c22_two_that_make_the_directory_at_once_do_not_take_it_from_each_other(
         files.before = before
         with pytest.raises(TierUnavailable, match="in use"):
             open_tier(directory, files=files)
-        assert sorted(os.listdir(directory)) == [*SEGMENTS, MANIFEST]
+        assert sorted(os.listdir(directory)) == sorted(FILES)
         close(others.pop())
         open_and_close(directory)
         shutil.rmtree(directory)
@@ -726,7 +748,7 @@ def test_whatever_call_fails_a_start_succeeds_or_leaves_nothing_behind(
             assert str(directory) in refusal
             left = set(os.listdir(directory)) if directory.exists() else set()
             # Of an earlier run, files may still be there; of this one, nothing is.
-            assert left <= ({*SEGMENTS, MANIFEST, "foreign"} if again else set())
+            assert left <= ({*FILES, "foreign"} if again else set())
         # With the fault gone the same directory works.
         open_and_close(directory)
         if again:

@@ -6,6 +6,7 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
@@ -20,12 +21,26 @@ from hicache.tiers.nvme.header import (
     SegmentHeader,
     checksum,
     decode_page_header,
-    encode_manifest,
+    decode_segment_place,
     encode_page_header,
     encode_segment_header,
     layer_checksums,
-    manifest_version,
     segment_version,
+)
+from hicache.tiers.nvme.index import Index
+from hicache.tiers.nvme.manifest import Manifest, decode_manifest, encode_manifest, manifest_version
+from hicache.tiers.nvme.records import (
+    LogHeader,
+    Record,
+    RecordType,
+    budget_record,
+    decode_frame,
+    decode_log_header,
+    encode_frames,
+    encode_log_header,
+    freed_records,
+    namespace_record,
+    pages_records,
 )
 
 FORMAT = Path(__file__).parents[2] / "tiers" / "FORMAT.md"
@@ -38,7 +53,27 @@ PAYLOAD = bytes(range(12))
 
 def example_header() -> PageHeader:
     """The page of the worked example, from the sentences around it."""
-    return PageHeader(STORE, 0, 1, 2, IDENTITY, 12, layer_checksums(memoryview(PAYLOAD), SHAPE))
+    return PageHeader(STORE, 0, 1, 2, IDENTITY, 12, layer_checksums(memoryview(PAYLOAD), SHAPE), 6)
+
+
+EPOCH = bytes(range(16, 32))
+MANIFEST = Manifest(STORE, Geometry(SHAPE, slots_per_segment=3, num_slots=3), (0,))
+
+
+def example_log() -> bytes:
+    """The log of the worked example: an empty checkpoint and one round."""
+    index = Index(SHAPE, 3)
+    index.record(1, 2, 0, IDENTITY, example_header().layer_sums)
+    first = encode_frames([Record(RecordType.END, b"")], EPOCH, first=0, sequence=6)
+    records = [
+        namespace_record(0, DIGEST, b"example"),
+        *freed_records(np.array([0]), np.array([1])),
+        budget_record(1 << 30),
+        *pages_records(index.rows(np.array([1]))),
+    ]
+    later = encode_frames(records, EPOCH, first=1, sequence=8)
+    last = encode_frames([Record(RecordType.CLEAN, b"")], EPOCH, first=5, sequence=8)
+    return encode_log_header(LogHeader(STORE, EPOCH, 1)) + first + later + last
 
 
 def encoded(header: PageHeader, num_bytes: int = 4096) -> memoryview:
@@ -83,10 +118,10 @@ def test_the_example_can_be_read_with_nothing_but_the_table() -> None:
     """A second reader, from the table of FORMAT.md and not from the code."""
     dumped = undump(example("hexdump page header"))
     assert dumped[:8] == b"HICPAGE\0"
-    assert struct.unpack_from("<HHHH", dumped, 8) == (1, 1, 0, 0)
+    assert struct.unpack_from("<HHHH", dumped, 8) == (2, 1, 0, 0)
     assert dumped[16:32] == STORE
     assert struct.unpack_from("<II", dumped, 32) == (0, 1)
-    assert struct.unpack_from("<QQQQ", dumped, 40) == (2, 0, 12, 12)
+    assert struct.unpack_from("<QQQQ", dumped, 40) == (2, 6, 12, 12)
     assert struct.unpack_from("<II", dumped, 72) == (4, 2)
     assert dumped[80:112] == dumped[112:144] == hashlib.sha256(b"example").digest()
     assert dumped[144:256] == bytes(112)
@@ -103,14 +138,71 @@ def test_the_example_segment_header_is_what_the_code_writes() -> None:
     block = memoryview(bytearray(b"\xff" * 4096))
     encode_segment_header(SegmentHeader(STORE, 0, 3, SHAPE), block)
     assert undump(example("hexdump segment header")) == bytes(block)
-    assert segment_version(block) == 1
+    assert segment_version(block) == 2
+    assert decode_segment_place(block) == (STORE, 0, 3)
 
 
 def test_the_example_manifest_is_what_the_code_writes() -> None:
     text = example("manifest").encode()
-    assert text == encode_manifest(STORE, SHAPE, slots_per_segment=3, num_slots=3)
-    assert manifest_version(text) == 1
+    assert text == encode_manifest(MANIFEST)
+    assert manifest_version(text) == 2
+    assert decode_manifest(text) == MANIFEST
     assert json.loads(text.splitlines()[1])["layer_bytes"] == [8, 4]
+
+
+def test_the_example_log_is_what_the_code_writes() -> None:
+    assert undump(example("hexdump log")) == example_log()
+
+
+def test_the_example_log_can_be_read_with_nothing_but_the_table() -> None:
+    """A second reader, from the tables of FORMAT.md and not from the code."""
+    dumped = undump(example("hexdump log"))
+    assert dumped[:16] == b"HICJRNL\0" + struct.pack("<4H", 2, 0, 0, 0)
+    assert dumped[16:48] == STORE + EPOCH
+    assert struct.unpack_from("<Q", dumped, 48) == (1,)
+    assert struct.unpack_from("<I", dumped, 4092) == (crc32c(dumped[:4092]),)
+    at = 4096
+    found: list[tuple[int, int, bytes]] = []
+    while at < len(dumped):
+        crc, length, kind, zero, ordinal, sequence = struct.unpack_from("<IIHHIQ", dumped, at)
+        assert dumped[at + 24 : at + 40] == EPOCH
+        end = at + 40 + length + -length % 8
+        assert crc == crc32c(dumped[at + 4 : end])
+        assert (zero, ordinal) == (0, len(found))
+        found.append((kind, sequence, dumped[at + 40 : at + 40 + length]))
+        at = end
+    assert [(kind, sequence) for kind, sequence, _ in found] == [(5, 6), (1, 8), (3, 8), (4, 8), (2, 8), (6, 8)]
+    assert found[0][2] == found[5][2] == b""
+    assert found[1][2] == struct.pack("<II", 0, 7) + DIGEST + b"example"
+    assert found[2][2] == struct.pack("<IIQ", 0, 0, 1)
+    assert found[3][2] == struct.pack("<q", 1 << 30)
+    page = found[4][2]
+    assert struct.unpack_from("<IIQHHI", page) == (1, 0, 2, 0, 0, 12)
+    assert page[24:56] == DIGEST
+    assert struct.unpack_from("<4i", page, 56) == (101, 102, 103, 104)
+    assert struct.unpack_from("<2I", page, 72) == (0x8A2CBC3B, 0x5383AABA)
+    assert len(page) == 80
+
+
+def test_a_log_header_or_frame_with_any_single_bit_flipped_is_none() -> None:
+    log = bytearray(example_log())
+    for bit in range(8 * 4096):
+        log[bit // 8] ^= 1 << bit % 8
+        assert decode_log_header(memoryview(log)) is None, f"bit {bit}"
+        log[bit // 8] ^= 1 << bit % 8
+    at, ordinal = 4096, 0
+    while at < len(log):
+        frame = decode_frame(memoryview(log), at, EPOCH, ordinal)
+        assert frame is not None
+        for bit in range(8 * at, 8 * frame.end):
+            log[bit // 8] ^= 1 << bit % 8
+            assert decode_frame(memoryview(log), at, EPOCH, ordinal) is None, f"bit {bit}"
+            log[bit // 8] ^= 1 << bit % 8
+        assert decode_frame(memoryview(log), at, EPOCH, ordinal + 1) is None
+        assert decode_frame(memoryview(log), at, STORE, ordinal) is None
+        assert decode_frame(memoryview(log)[: frame.end - 1], at, EPOCH, ordinal) is None
+        at, ordinal = frame.end, ordinal + 1
+    assert ordinal == 6
 
 
 # ---- headers
@@ -128,7 +220,8 @@ def headers(draw: st.DrawFn) -> tuple[PageHeader, int]:
     identity = PageIdentity(draw(digest), draw(digest), tokens)
     store = draw(st.binary(min_size=16, max_size=16))
     generation = draw(st.integers(0, 2**63 - 1))
-    header = PageHeader(store, draw(bytes_of), draw(bytes_of), generation, identity, draw(bytes_of), sums)
+    sequence = draw(st.integers(0, 2**64 - 1))
+    header = PageHeader(store, draw(bytes_of), draw(bytes_of), generation, identity, draw(bytes_of), sums, sequence)
     return header, shape.header_bytes
 
 
@@ -152,8 +245,8 @@ def test_a_header_with_any_single_bit_flipped_is_no_header() -> None:
     ("offset", "data"),
     [
         pytest.param(0, b"h", id="magic"),
-        pytest.param(8, b"\x02", id="version above"),
-        pytest.param(8, b"\x00", id="version below"),
+        pytest.param(8, b"\x03", id="version above"),
+        pytest.param(8, b"\x01", id="version below"),
         pytest.param(10, b"\x02", id="length in blocks"),
         pytest.param(12, b"\x01", id="codec"),
         pytest.param(14, b"\x01", id="part"),
@@ -200,13 +293,14 @@ def test_a_damaged_segment_header_has_no_version(offset: int) -> None:
 
 
 def test_a_manifest_is_whole_or_damaged_and_tells_any_version() -> None:
-    manifest = encode_manifest(STORE, SHAPE, slots_per_segment=3, num_slots=3)
+    manifest = encode_manifest(MANIFEST)
     for bit in range(8 * len(manifest)):
         flipped = bytearray(manifest)
         flipped[bit // 8] ^= 1 << bit % 8
         # The last newline is the one byte that says nothing.
         if bit // 8 < len(manifest) - 1:
             assert manifest_version(bytes(flipped)) is None, f"bit {bit}"
+        assert decode_manifest(bytes(flipped)) is None
     for length in range(len(manifest) - 1):
         assert manifest_version(manifest[:length]) is None
     text = b"hicache-nvme 31\nsomething that is not JSON\nand more\n"
@@ -297,3 +391,47 @@ def test_shapes_out_of_bounds_are_refused(layer_bytes: tuple[int, ...], page_siz
     with pytest.raises(BadRequest) as caught:
         PageShape(layer_bytes, page_size)
     assert caught.value.field == field
+
+
+# ---- manifests that no program writes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"store": "00"},
+        {"store": 7},
+        {"page_size": 0},
+        {"page_size": 4.0},
+        {"page_size": True},
+        {"layer_bytes": []},
+        {"layer_bytes": [8, 0]},
+        {"layer_bytes": [8, 5]},
+        {"layer_bytes": "84"},
+        {"num_slots": 0},
+        {"num_slots": 1 << 31},
+        {"num_slots": 4},
+        {"slots_per_segment": 0},
+        {"segments": []},
+        {"segments": [0, 1]},
+        {"segments": [-1]},
+        {"segments": [1_000_000]},
+        {"segments": [None]},
+        {"slots_per_segment": 1, "segments": [0, 0, 1]},
+        {"page_bytes": 13},
+        {"header_bytes": 8192},
+        {"slot_bytes": 4096},
+        {"more": 1},
+        {"segments": None},
+    ],
+)
+def test_a_manifest_that_no_program_writes_is_damaged_though_its_checksum_is_right(change: dict[str, object]) -> None:
+    body = json.loads(encode_manifest(MANIFEST).splitlines()[1]) | change
+    text = f"hicache-nvme 2\n{json.dumps(body, separators=(',', ':'))}\n".encode()
+    assert decode_manifest(text + b"crc32c %08x\n" % crc32c(text)) is None
+    del body[next(iter(change))]
+    text = f"hicache-nvme 2\n{json.dumps(body, separators=(',', ':'))}\n".encode()
+    assert decode_manifest(text + b"crc32c %08x\n" % crc32c(text)) is None or change == {"more": 1}
+    for line in (b"[]", b"1", b"{", b"[" * 10_000, b"\xff"):
+        text = b"hicache-nvme 2\n" + line + b"\n"
+        assert decode_manifest(text + b"crc32c %08x\n" % crc32c(text)) is None

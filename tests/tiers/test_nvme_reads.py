@@ -271,7 +271,7 @@ def test_a_page_of_another_store_left_in_the_place_is_not_served(tmp_path: Path)
     [identity] = identity_chain(1)
 
     async def main() -> None:
-        async with small_tier(SMALL, 1, directory=tmp_path / "store") as tier:
+        async with small_tier(SMALL, 1, directory=tmp_path / "other") as tier:
             await store(tier, tier.allocate(1), [identity])
             old = read_raw(tier, 0, 0, SMALL.slot_bytes)
         async with small_tier(SMALL, 1, directory=tmp_path / "store") as tier:

@@ -210,15 +210,33 @@ class Geometry:
         if capacity_bytes < segment_bytes:
             raise BadRequest("capacity_bytes", f"{capacity_bytes} is below one segment of {segment_bytes} bytes")
         slots_per_segment = (segment_bytes - SEGMENT_HEADER_BYTES) // shape.slot_bytes
-        full_bytes = SEGMENT_HEADER_BYTES + slots_per_segment * shape.slot_bytes
-        num_full, rest = divmod(capacity_bytes, full_bytes)
-        rest_slots = max(0, rest - SEGMENT_HEADER_BYTES) // shape.slot_bytes
-        geometry = cls(shape, slots_per_segment, num_full * slots_per_segment + rest_slots)
+        geometry = cls._cut(shape, slots_per_segment, capacity_bytes)
         if geometry.num_segments > MAX_SEGMENTS:
             raise BadRequest(
                 "segment_bytes", f"{segment_bytes} cuts {capacity_bytes} bytes into more than {MAX_SEGMENTS} segments"
             )
         return geometry
+
+    def resized(self, capacity_bytes: int) -> "Geometry":
+        """The same segments, as many as fit into another capacity of at least one page.
+
+        Raises `BadRequest` when that would take too many of them.
+        """
+        geometry = self._cut(self.shape, self.slots_per_segment, capacity_bytes)
+        if geometry.num_segments > MAX_SEGMENTS:
+            raise BadRequest(
+                "capacity_bytes",
+                f"{capacity_bytes} bytes are more than {MAX_SEGMENTS} segments of {self.bytes_of(0)} bytes, the size "
+                "that the store was made with; empty the directory to begin anew",
+            )
+        return geometry
+
+    @classmethod
+    def _cut(cls, shape: PageShape, slots_per_segment: int, capacity_bytes: int) -> "Geometry":
+        full_bytes = SEGMENT_HEADER_BYTES + slots_per_segment * shape.slot_bytes
+        num_full, rest = divmod(capacity_bytes, full_bytes)
+        rest_slots = max(0, rest - SEGMENT_HEADER_BYTES) // shape.slot_bytes
+        return cls(shape, slots_per_segment, num_full * slots_per_segment + rest_slots)
 
     @property
     def num_segments(self) -> int:

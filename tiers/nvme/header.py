@@ -1,10 +1,9 @@
-"""Page headers, segment headers and the manifest, as bytes. `tiers/FORMAT.md` is the description, with an example.
+"""Page headers and segment headers, as bytes. `tiers/FORMAT.md` is the description, with an example.
 
 Integers are little-endian. Each header fills whole blocks of 4,096 bytes, and its last four bytes are the CRC32C of all
 bytes before them, so that a flip anywhere in it is seen.
 """
 
-import json
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -14,17 +13,16 @@ from crc32c import crc32c
 from hicache.tier import PageIdentity
 from hicache.tiers.nvme.geometry import BLOCK, CRC_BYTES, PAGE_HEADER_FIXED_BYTES, SEGMENT_HEADER_BYTES, PageShape
 
-FORMAT_VERSION: Final = 1
-"""Counts changes of anything in `tiers/FORMAT.md`. A directory of another version is refused and left as it is."""
+FORMAT_VERSION: Final = 2
+"""Counts changes of anything in `tiers/FORMAT.md`. A directory of an unknown version is refused and left as it is."""
+FORGETFUL_VERSION: Final = 1
+"""The version without a journal: it promised nothing after a restart, so its directories are taken over."""
 PAGE_MAGIC: Final = b"HICPAGE\0"
 SEGMENT_MAGIC: Final = b"HICSEGM\0"
-MANIFEST_NAME: Final = "hicache-nvme"
-"""First word of a manifest."""
 CODEC_NONE: Final = 0
 """The payload is the page's bytes as they are: the only codec of this version."""
 DIGEST_BYTES: Final = 32
 STORE_ID_BYTES: Final = 16
-MAX_MANIFEST_BYTES: Final = 64 << 10
 
 _PAGE: Final = struct.Struct("<8s4H16s2I4Q2I32s32s112s")
 _SEGMENT: Final = struct.Struct("<8s4H16s2I2Q2I")
@@ -69,6 +67,9 @@ class PageHeader:
     payload_bytes: int
     layer_sums: tuple[int, ...]
     """Running CRC32C at the end of each layer (`layer_checksums`)."""
+    sequence: int = 0
+    """The last change of the store that was accepted before this page was written; its own record has a higher
+    number."""
 
     @property
     def payload_sum(self) -> int:
@@ -81,8 +82,9 @@ def encode_page_header(header: PageHeader, into: memoryview) -> None:
     num_tokens, num_layers = len(header.identity.tokens) // 4, len(header.layer_sums)
     _PAGE.pack_into(
         into, 0, PAGE_MAGIC, FORMAT_VERSION, len(into) // BLOCK, CODEC_NONE, 0,
-        header.store, header.segment, header.slot, header.generation, 0, header.payload_bytes, header.payload_bytes,
-        num_tokens, num_layers, header.identity.namespace, header.identity.prefix, _RESERVED,
+        header.store, header.segment, header.slot, header.generation, header.sequence,
+        header.payload_bytes, header.payload_bytes, num_tokens, num_layers,
+        header.identity.namespace, header.identity.prefix, _RESERVED,
     )  # fmt: skip
     sums_at = _PAGE.size + 4 * num_tokens
     rest_at, crc_at = sums_at + CRC_BYTES * num_layers, len(into) - CRC_BYTES
@@ -101,7 +103,7 @@ def decode_page_header(block: memoryview) -> PageHeader | None:
     if _CRC.unpack_from(block, crc_at)[0] != checksum(block[:crc_at]):
         return None
     (
-        magic, version, blocks, codec, part, store, segment, slot, generation, _sequence, payload_bytes, stored_bytes,
+        magic, version, blocks, codec, part, store, segment, slot, generation, sequence, payload_bytes, stored_bytes,
         num_tokens, num_layers, namespace, prefix, reserved,
     ) = _PAGE.unpack_from(block)  # fmt: skip
     sums_at = _PAGE.size + 4 * num_tokens
@@ -115,7 +117,7 @@ def decode_page_header(block: memoryview) -> PageHeader | None:
         return None
     identity = PageIdentity(namespace, prefix, bytes(block[_PAGE.size : sums_at]))
     sums = struct.unpack_from(f"<{num_layers}I", block, sums_at)
-    return PageHeader(store, segment, slot, generation, identity, payload_bytes, sums)
+    return PageHeader(store, segment, slot, generation, identity, payload_bytes, sums, sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,14 @@ def encode_segment_header(header: SegmentHeader, into: memoryview) -> None:
     _CRC.pack_into(into, crc_at, checksum(into[:crc_at]))
 
 
+def decode_segment_place(block: memoryview) -> tuple[bytes, int, int] | None:
+    """Store id, number and slots that a segment header of this version names; None if it is none or damaged."""
+    if segment_version(block) != FORMAT_VERSION:
+        return None
+    _, _, _, _, _, store, segment, num_slots, *_ = _SEGMENT.unpack_from(block)
+    return store, segment, num_slots
+
+
 def segment_version(block: memoryview) -> int | None:
     """Format version of a segment header, of any version; None if this is no segment header or a damaged one.
 
@@ -154,32 +164,3 @@ def segment_version(block: memoryview) -> int | None:
         return None
     version: int = struct.unpack_from("<H", block, 8)[0]
     return version
-
-
-def encode_manifest(store: bytes, shape: PageShape, *, slots_per_segment: int, num_slots: int) -> bytes:
-    """The manifest: a line with the format version, a line of JSON, a line with the CRC32C of the two."""
-    body = {
-        "store": store.hex(),
-        "page_size": shape.page_size,
-        "page_bytes": shape.page_bytes,
-        "header_bytes": shape.header_bytes,
-        "slot_bytes": shape.slot_bytes,
-        "slots_per_segment": slots_per_segment,
-        "num_slots": num_slots,
-        "layer_bytes": list(shape.layer_bytes),
-    }
-    text = f"{MANIFEST_NAME} {FORMAT_VERSION}\n{json.dumps(body, separators=(',', ':'))}\n".encode()
-    return text + f"crc32c {checksum(text):08x}\n".encode()
-
-
-def manifest_version(data: bytes) -> int | None:
-    """Format version of a manifest, of any version; None if it is damaged or not one.
-
-    The first line, and the last with the checksum of all before it, keep their form in all versions.
-    """
-    text, _, last = data.rstrip(b"\n").rpartition(b"\n")
-    text += b"\n"
-    first = text.partition(b"\n")[0].split(b" ")
-    if last != f"crc32c {checksum(text):08x}".encode() or first[0] != MANIFEST_NAME.encode():
-        return None
-    return int(first[1]) if len(first) == 2 and first[1].isdigit() else None

@@ -1,20 +1,26 @@
-"""Which page lies in which slot: in memory, from what this process wrote itself.
+"""Which page lies in which slot: in memory, from what this process wrote itself and what recovery found.
 
-Flat arrays of fixed width, `8 + 64 + 4 * page_size + 4 * num_layers` bytes a slot (0.07 % of a page of 16 tokens and 30
-layers), touched only where slots were used. Layer checksums are kept so that one layer can be read and verified without
-its page's header; identities, so that this is true of whose layer it is, too.
+Flat arrays of fixed width, `12 + 64 + 4 * page_size + 4 * num_layers` bytes a slot (0.07 % of a page of 16 tokens and
+30 layers), touched only where slots were used. Layer checksums are kept so that one layer can be read and verified
+without its page's header; identities, so that this is true of whose layer it is, too.
 
 The event loop alone changes it. Other threads may look slots up that a lease of their caller keeps from being freed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.tier import PageIdentity, Slots
 from hicache.tiers.nvme.geometry import PageShape
+from hicache.tiers.nvme.header import CODEC_NONE, DIGEST_BYTES
+from hicache.tiers.nvme.records import Rows, row_dtype
 
-_NOTHING = -1
+NOTHING: Final = -1
+"""Generation of a slot that holds no page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +38,74 @@ class Index:
 
     def __init__(self, shape: PageShape, num_slots: int) -> None:
         self._shape = shape
-        self._generations = np.full(num_slots, _NOTHING, np.int64)
+        self._generations = np.full(num_slots, NOTHING, np.int64)
         """Generation whose page lies in the slot, written whole."""
+        self._namespaces = np.zeros(num_slots, np.uint32)
+        """Number of the page's namespace (`Namespaces`)."""
         self._identities = np.zeros((num_slots, 64 + shape.token_bytes), np.uint8)
         self._sums = np.zeros((num_slots, shape.num_layers), np.uint32)
 
-    def record(self, slot: int, generation: int, identity: PageIdentity, layer_sums: tuple[int, ...]) -> None:
-        """The page was written whole."""
+    def record(
+        self, slot: int, generation: int, namespace: int, identity: PageIdentity, layer_sums: tuple[int, ...]
+    ) -> None:
+        """The page was written whole. `namespace` is the number of its namespace."""
+        self._namespaces[slot] = namespace
         self._identities[slot] = np.frombuffer(_packed(identity), np.uint8)
         self._sums[slot] = layer_sums
         self._generations[slot] = generation
 
     def forget(self, slots: Slots | int) -> None:
         """Whatever the slots held is no longer served."""
-        self._generations[slots] = _NOTHING
+        self._generations[slots] = NOTHING
+
+    def forget_all(self, slots: Sequence[int]) -> None:
+        """`forget` for a list."""
+        if slots:
+            self._generations[np.array(slots, np.int64)] = NOTHING
 
     def holds(self, slot: int, generation: int) -> bool:
         """Whether a page of that generation lies in the slot, whole."""
         return int(self._generations[slot]) == generation
+
+    def generations(self, slots: Slots | npt.NDArray[np.int64] | slice) -> npt.NDArray[np.int64]:
+        """Generations of the pages in the slots, `NOTHING` where there is none; copied."""
+        return np.array(self._generations[slots])
+
+    def holds_any(self, slot: int) -> bool:
+        """Whether a page lies in the slot, whole."""
+        return int(self._generations[slot]) != NOTHING
+
+    def namespace_numbers(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+        """Numbers of the namespaces of the pages that lie in the slots, each once."""
+        return np.unique(self._namespaces[slots][self._generations[slots] != NOTHING])
+
+    def namespaces_in_use(self) -> list[int]:
+        """Numbers of the namespaces that pages have. Walks all slots."""
+        return [int(number) for number in np.unique(self._namespaces[self._generations != NOTHING])]
+
+    def rows(self, slots: npt.NDArray[np.int64]) -> Rows:
+        """The pages in the slots, as records hold them. Every slot holds one."""
+        rows = np.zeros(slots.size, row_dtype(self._shape))
+        rows["slot"] = slots
+        rows["namespace"] = self._namespaces[slots]
+        rows["generation"] = self._generations[slots]
+        rows["codec"] = CODEC_NONE
+        rows["stored_bytes"] = self._shape.page_bytes
+        rows["prefix"] = self._identities[slots, DIGEST_BYTES : 2 * DIGEST_BYTES]
+        rows["tokens"] = np.ascontiguousarray(self._identities[slots, 2 * DIGEST_BYTES :]).view("<i4")
+        rows["sums"] = self._sums[slots]
+        return rows
+
+    def restore(self, rows: Rows, digests: npt.NDArray[np.uint8]) -> None:
+        """Pages that an earlier life recorded; `digests` are their namespaces', `[num_pages, 32]`."""
+        slots = rows["slot"]
+        self._namespaces[slots] = rows["namespace"]
+        self._identities[slots, :DIGEST_BYTES] = digests
+        self._identities[slots, DIGEST_BYTES : 2 * DIGEST_BYTES] = rows["prefix"]
+        tokens = np.ascontiguousarray(rows["tokens"]).view(np.uint8)
+        self._identities[slots, 2 * DIGEST_BYTES :] = tokens.reshape(slots.size, self._shape.token_bytes)
+        self._sums[slots] = rows["sums"]
+        self._generations[slots] = rows["generation"]
 
     def is_page(self, slot: int, identity: PageIdentity) -> bool:
         """Whether the page in the slot is that one, compared byte by byte."""

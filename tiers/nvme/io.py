@@ -80,6 +80,9 @@ class FileIO:
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 
+    def fchmod(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)
+
     def fallocate(self, fd: int, num_bytes: int) -> None:
         """Give the file real blocks. Not `posix_fallocate`: where the file system cannot, libc would write byte by
         byte.
@@ -187,6 +190,21 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[memoryview], offset: i
             raise OSError(errno.EIO, f"the device took {reached} of {total} bytes")
         reached = max(reached, done + count)
         done = reached // BLOCK * BLOCK
+
+
+def sync_data(files: FileIO, fd: int) -> None:
+    """`fdatasync`, begun again when interrupted. Raises `OSError` as the device does: what was written since the last
+    one that went well is then lost, whatever a later one says.
+    """
+    stalls = 0
+    while True:
+        try:
+            files.fdatasync(fd)
+            return
+        except InterruptedError:
+            stalls += 1
+            if stalls > MAX_STALLS:
+                raise
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -37,6 +37,8 @@ class PagePut:
     identity: PageIdentity
     data: memoryview
     """`page_bytes`, flat."""
+    sequence: int
+    """The last change of the store that was accepted before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,9 @@ class SegmentFile:
         for position, put in enumerate(puts):
             sums.append(layer_checksums(put.data, self._shape))
             header = PageHeader(
-                self._store, self.number, put.index, put.generation, put.identity, self._shape.page_bytes, sums[-1]
-            )
+                self._store, self.number, put.index, put.generation, put.identity, self._shape.page_bytes, sums[-1],
+                put.sequence,
+            )  # fmt: skip
             encode_page_header(header, scratch.headers[position])
             buffers.append(scratch.headers[position])
             buffers += self._payload_out(put.data, position, scratch)

@@ -10,28 +10,49 @@ Invariants:
 1. A slot is served only after a write of its present generation ended whole (`Index.holds`).
 2. Copies into one slot never overlap: a write waits for an earlier one, also for one of an earlier generation.
 3. What a copy learns counts only if the slot's generation is still the same when it lands.
+4. A slot is written only when the log says, durably, that it holds nothing (`commits`).
 """
 
 import asyncio
 import logging
+import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Self
 
+import numpy as np
+
 from hicache.clock import Clock, SystemClock
-from hicache.errors import BadRequest, DeadlineExceeded, TierUnavailable
+from hicache.errors import BadRequest, TierUnavailable
 from hicache.layout import KVLayout
-from hicache.tier import NVME, LayerRead, Outcome, PageIdentity, PageRead, PageWrite, Slots, Ticket, TierId
-from hicache.tiers.nvme.directory import StoreDirectory, close_directory, open_directory
-from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
-from hicache.tiers.nvme.geometry import Geometry, PageShape
+from hicache.tier import (
+    NVME,
+    LayerRead,
+    Outcome,
+    PageIdentity,
+    PageRead,
+    PageWrite,
+    RecoveredRun,
+    Slots,
+    Ticket,
+    TierId,
+)
+from hicache.tiers.nvme.budget import SpaceFloor, WriteBudget
+from hicache.tiers.nvme.commits import COMMIT_INTERVAL_S, Commits
+from hicache.tiers.nvme.directory import open_directory
+from hicache.tiers.nvme.filling import StoreDirectory, close_directory
+from hicache.tiers.nvme.findings import Counters, Finding, Operation
+from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.health import Health
 from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import FileIO, Scratch, flat
 from hicache.tiers.nvme.lanes import Lanes
-from hicache.tiers.nvme.segment import LayerGet, PageGet, PagePut, SegmentFile
+from hicache.tiers.nvme.namespaces import Namespaces
+from hicache.tiers.nvme.records import namespace_room
+from hicache.tiers.nvme.recovery import Progress, Recovery
+from hicache.tiers.nvme.runs import Batch, Keeper, LayerRun, LayerTicket, Look, Probe, ReadRun, WriteRun
+from hicache.tiers.nvme.segment import LayerGet, SegmentFile
 from hicache.tiers.slots import SlotPool
 
 READ_LANES: Final = 16
@@ -61,7 +82,6 @@ class NvmeTier:
         self,
         *,
         tier_id: TierId,
-        geometry: Geometry,
         directory: StoreDirectory,
         files: FileIO,
         clock: Clock,
@@ -69,25 +89,59 @@ class NvmeTier:
         read_lanes: int,
         write_lanes: int,
         layer_lanes: int,
+        commit_interval_s: float,
+        min_free_bytes: int,
+        write_bytes_per_day: int | None,
+        recovery: Recovery,
     ) -> None:
+        recovered = directory.recovered
+        self.recovery = recovery
+        """What came back when the store was opened."""
         self._tier_id = tier_id
-        self._geometry = geometry
-        self._shape = geometry.shape
+        self._geometry = directory.geometry
+        self._shape = directory.geometry.shape
         self._directory = directory
         self._files = files
         self._clock = clock
         self._health = health
         self._max_run = min(MAX_RUN_PAGES, max(1, MAX_RUN_BYTES // self._shape.slot_bytes))
-        self._pool = SlotPool(tier_id, geometry.num_slots)
-        self._index = Index(self._shape, geometry.num_slots)
+        self._runs_recovered: list[RecoveredRun] = recovered.runs
+        # What was freed last is given last: its record has to be durable before it is written (`commits`).
+        self._pool = SlotPool.restored(
+            tier_id, recovered.generations, recovered.rows["slot"].astype(np.int32), reuse_late=True
+        )
+        self._index = Index(self._shape, self._geometry.num_slots)
+        self._index.restore(recovered.rows, recovered.digests)
+        self._namespaces = Namespaces(tier_id, namespace_room(self._geometry))
+        for number, (digest, record) in recovered.namespaces.items():
+            self._namespaces.adopt(number, digest, record)
         self._counters = Counters()
         self._reads = self._lanes("nvme-read", read_lanes)
         self._writes = self._lanes("nvme-write", write_lanes)
         self._layers = self._lanes("nvme-layer", layer_lanes)
-        self._writing: set[int] = set()
-        self._write_landed: list[asyncio.Future[None]] = []
+        self._commit_lane = self._lanes("nvme-commit", 1)
+        self._commits = Commits(
+            tier_id=tier_id,
+            directory=directory,
+            files=files,
+            clock=clock,
+            health=health,
+            index=self._index,
+            pool=self._pool,
+            namespaces=self._namespaces,
+            lanes=self._commit_lane,
+            interval_s=commit_interval_s,
+        )
+        self._keeper = Keeper(self._pool, self._index, self._commits, self._namespaces)
+        self._budget = None
+        if write_bytes_per_day is not None:
+            self._budget = WriteBudget(write_bytes_per_day, clock, recovered.budget)
+            self._commits.budget_level = self._budget.level_bytes
+        self._floor = SpaceFloor(min_free_bytes, clock, lambda: _free_bytes(files, directory.path))
+        self._num_refused = {"budget": 0, "floor": 0}
         self._closed = False
         self._released = False
+        self._ending = asyncio.Lock()
 
     @classmethod
     def open(
@@ -97,48 +151,92 @@ class NvmeTier:
         layout: KVLayout | PageShape,
         capacity_bytes: int,
         segment_bytes: int | None = None,
+        min_free_bytes: int = 0,
+        write_bytes_per_day: int | None = None,
         tier_id: TierId = NVME,
         clock: Clock | None = None,
         files: FileIO | None = None,
         health: Callable[[str, Clock], Health] = Health,
+        progress: Progress = lambda _done, _total: None,
         read_lanes: int = READ_LANES,
         write_lanes: int = WRITE_LANES,
         layer_lanes: int = LAYER_LANES,
+        commit_interval_s: float = COMMIT_INTERVAL_S,
     ) -> Self:
-        """Make the directory's segments, all of them, preallocated. Blocks for milliseconds; needs no running loop.
+        """Open the store in a directory, or make one: its segments and logs, all of them, preallocated. Blocks for
+        milliseconds, and for what recovery takes (`recovery`); needs no running loop.
 
         Args:
             directory: made with mode 0700 if missing; must be this user's own and writable by nobody else. Files in it
                 that are not the store's are left alone. Used by one instance at a time.
             layout: what a page looks like; of a `KVLayout` all parts together.
-            capacity_bytes: at most so much goes into segment files, `OVERHEAD_BYTES` beside them.
-            segment_bytes: at most so much in one file; by default 1/64 of the capacity, at least 256 MiB.
+            capacity_bytes: at most so much goes into segment files, `overhead_bytes` beside them. Another capacity than
+                before makes the store grow, or shrink: pages that lie beyond it are dropped.
+            segment_bytes: at most so much in one file; by default 1/64 of the capacity, at least 256 MiB. A store
+                that is there keeps the size that its segments have.
+            min_free_bytes: no new pages are taken while the file system has less space left for others.
+            write_bytes_per_day: no new pages are taken while more were written; up to an hour's share may be saved up.
+                None: no bound.
+            progress: told how much of the recovery is done, of how much in all.
             files, clock, health: the seams to the system, to time, and to what counts as down.
             read_lanes, write_lanes, layer_lanes: threads, 1 to 64 each.
+            commit_interval_s: longest time from a change to the commit that makes it durable, above 0.
 
         Raises `BadRequest` naming the argument and its bound (a capacity below one page, below one segment, or beyond
         the free space), and `TierUnavailable` with one line naming the directory when it cannot be used: in use, not
-        ours, of an unknown format version, read-only. Nothing has been created or altered then.
+        ours, of an unknown format version or another layout, read-only. Nothing has been created or altered then.
         """
         for name, lanes in (("read_lanes", read_lanes), ("write_lanes", write_lanes), ("layer_lanes", layer_lanes)):
             if not 1 <= lanes <= MAX_LANES:
                 raise BadRequest(name, f"{lanes} is not within 1 to {MAX_LANES}")
+        if not 0 < commit_interval_s < math.inf:
+            raise BadRequest("commit_interval_s", f"{commit_interval_s} is not a finite number above 0")
+        if min_free_bytes < 0:
+            raise BadRequest("min_free_bytes", f"{min_free_bytes} is negative")
+        if write_bytes_per_day is not None and write_bytes_per_day < 1:
+            raise BadRequest("write_bytes_per_day", f"{write_bytes_per_day} is below 1")
         shape = layout if isinstance(layout, PageShape) else PageShape.of(layout)
-        geometry = Geometry.plan(shape, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes)
         clock = clock or SystemClock()
         files = files or FileIO()
         state = health(tier_id, clock)
-        return cls(
-            tier_id=tier_id,
-            geometry=geometry,
-            directory=open_directory(os.fspath(directory), tier=tier_id, geometry=geometry, files=files, health=state),
+        begun = clock.monotonic()
+        opened = open_directory(
+            os.fspath(directory),
+            tier=tier_id,
+            shape=shape,
+            capacity_bytes=capacity_bytes,
+            segment_bytes=segment_bytes,
             files=files,
-            clock=clock,
             health=state,
-            read_lanes=read_lanes,
-            write_lanes=write_lanes,
-            layer_lanes=layer_lanes,
+            progress=progress,
         )
+        try:
+            recovery = opened.recovered.summary(clock.monotonic() - begun)
+            tier = cls(
+                tier_id=tier_id,
+                directory=opened,
+                files=files,
+                clock=clock,
+                health=state,
+                read_lanes=read_lanes,
+                write_lanes=write_lanes,
+                layer_lanes=layer_lanes,
+                commit_interval_s=commit_interval_s,
+                min_free_bytes=min_free_bytes,
+                write_bytes_per_day=write_bytes_per_day,
+                recovery=recovery,
+            )
+            if opened.is_resized:
+                tier._commits.write_log_now()
+            tier._floor.look()
+        except BaseException as error:
+            close_directory(files, opened)
+            if isinstance(error, OSError):
+                raise TierUnavailable(tier_id, f"{os.fspath(directory)}: {error.strerror or error}") from error
+            raise
+        for sentence in recovery.damage:
+            _log.warning("%s: %s", opened.path, sentence)
+        return tier
 
     # ---- what it is
 
@@ -174,7 +272,7 @@ class NvmeTier:
     @property
     def down(self) -> str | None:
         """Why no new pages are taken, None when they are: failures in a row, or a call that has not come back."""
-        if (reason := self._health.down) is not None:
+        if (reason := self._health.down or self._commits.problem or self._floor.problem) is not None:
             return reason
         since = [busy for lanes in self._all_lanes() if (busy := lanes.busy_since()) is not None]
         if since and (age := self._clock.monotonic() - min(since)) > HUNG_AFTER_S:
@@ -182,23 +280,84 @@ class NvmeTier:
         return None
 
     def counters(self) -> dict[str, int]:
-        """What became of pages and layers since the tier was opened: `read.ok`, `read.bad_payload`, `write.bytes`..."""
-        return self._counters.snapshot()
+        """What became of pages and layers since the tier was opened: `read.ok`, `read.bad_payload`, `write.bytes`...;
+        `commit.rounds`, `commit.logs`, `commit.lost` (pages that failed flushes took); `refused.budget` and
+        `refused.floor`; `recovered.pages` and `recovered.dropped.<reason>`."""
+        commits, recovery = self._commits, self.recovery
+        counts = {
+            "commit.rounds": commits.num_rounds,
+            "commit.logs": commits.num_checkpoints,
+            "commit.lost": commits.num_lost,
+            "refused.budget": self._num_refused["budget"],
+            "refused.floor": self._num_refused["floor"],
+            "recovered.pages": recovery.num_pages,
+            **{f"recovered.dropped.{reason}": count for reason, count in recovery.dropped.items()},
+        }
+        return self._counters.snapshot() | {name: count for name, count in counts.items() if count}
+
+    # ---- durability
+
+    @property
+    def accepted(self) -> int:
+        """Number of the last write of a page or free of a slot that was accepted. Goes on over restarts from what was
+        durable; 0 in a new store."""
+        return self._commits.accepted
+
+    @property
+    def durable(self) -> int:
+        """Every change up to this number is durable, but for those of which `sync` says that a flush lost them. Never
+        falls."""
+        return self._commits.durable
+
+    async def sync(self, number: int, *, deadline: float) -> None:
+        """Wait until `durable` has reached `number`, at most until `deadline` (monotonic seconds of the clock). Has a
+        commit begin at once.
+
+        Raises `DeadlineExceeded`; `TierUnavailable` when a flush failed that `number` waited for: pages accepted
+        until then may be lost, and are then in the tier no more; and `BadRequest` for a number that was not accepted.
+        """
+        await self._commits.sync(number, deadline)
+
+    def remember(self, digest: bytes, record: bytes) -> None:
+        """Keep a namespace's record with its pages, without which they do not come back. Never waits.
+
+        To be called before the first page of that namespace is written, and again before one is written after its
+        last page left: a namespace without pages is forgotten when others need its room. Raises `BadRequest` for a
+        digest or record of a wrong length, `NoRoom` when the records of namespaces with pages take all the room.
+        """
+        if not self._namespaces.remember(digest, record):
+            self._namespaces.remember(digest, record, frozenset(self._index.namespaces_in_use()))
+
+    def recovered(self) -> Sequence[RecoveredRun]:
+        """What was durable when the tier was opened, parents before children, prefix-closed; their slots are handed
+        out. Once: later calls return nothing."""
+        runs, self._runs_recovered = self._runs_recovered, []
+        return runs
 
     # ---- slots
 
     def allocate(self, num_pages: int) -> Slots:
         """Take slots, neighbours where possible; all or none. Never waits.
 
-        Raises `NoRoom` when fewer are free; `TierUnavailable` when the tier is closed or the device down, and then has
-        the device probed if that is due, so that asking again later may work.
+        Raises `NoRoom` when fewer are free; `TierUnavailable` when the tier is closed, the device down (and then has
+        it probed if that is due, so that asking again later may work), space short, or the write budget used up.
         """
         if self._closed:
             raise TierUnavailable(self._tier_id, "closed")
+        if self._floor.min_free_bytes and self._floor.claim_look():
+            self._commit_lane.submit_anywhere(Look(self._floor))
         if (reason := self.down) is not None:
+            self._num_refused["floor"] += reason == self._floor.problem
             if self._health.claim_probe():
-                self._writes.submit_anywhere(_Probe(self._directory.segments[0], self._health))
+                self._writes.submit_anywhere(Probe(self._directory.segments[0], self._health))
             raise TierUnavailable(self._tier_id, reason)
+        if num_pages > self._pool.num_free or self._budget is None:
+            return self._pool.allocate(num_pages)
+        if num_pages and not self._budget.take(num_pages * self._shape.slot_bytes):
+            self._num_refused["budget"] += 1
+            problem = f"the write budget of {self._budget.bytes_per_day} bytes a day is used up"
+            raise TierUnavailable(self._tier_id, problem)
+        self._commits.budget_level = self._budget.level_bytes
         return self._pool.allocate(num_pages)
 
     def free(self, slots: Slots) -> None:
@@ -206,6 +365,9 @@ class NvmeTier:
         handed out or is named twice."""
         self._pool.free(slots)
         self._index.forget(slots)
+        for slot in slots.tolist():
+            self._commits.changed(slot)
+        self._commits.schedule()
 
     def generation(self, slot: int) -> int:
         """How often the slot has been freed, from 0. Raises `BadRequest` for a slot that does not exist."""
@@ -224,23 +386,22 @@ class NvmeTier:
         checked = [(page, self._checked(page.slot, page.identity, page.data)) for page in pages]
         if len({page.slot for page in pages}) < len(pages):
             raise BadRequest("pages", "one slot is named twice")
-        while not self._closed and not self._writing.isdisjoint(page.slot for page in pages):
-            landed = asyncio.get_running_loop().create_future()
-            self._write_landed.append(landed)
-            await landed
-        batch = _Batch(self._counters, Operation.WRITE, len(pages))
+        problem = await self._keeper.wait_for_turn(pages)
+        batch = Batch(self._counters, Operation.WRITE, len(pages))
         puts: list[tuple[int, PageWrite, memoryview]] = []
         for place, (page, data) in enumerate(checked):
             if self._closed:
                 batch.found(place, Finding.CLOSED)
-            elif not self._is_current(page.slot, page.generation):
+            elif not self._keeper.is_current(page.slot, page.generation):
                 batch.found(place, Finding.FREED)
+            elif problem is not None and not self._commits.is_reusable(page.slot):
+                batch.found(place, Finding.DEVICE_ERROR)
             else:
                 puts.append((place, page, data))
-                self._writing.add(page.slot)
-                self._index.forget(page.slot)
-        for segment, first, run in self._runs([page.slot for _, page, _ in puts], self._writes.num_threads):
-            batch.expect(_WriteRun(self, batch, segment, first, puts[run]), self._writes)
+                self._keeper.begin(page.slot)
+        for ordinal, first, run in self._runs([page.slot for _, page, _ in puts], self._writes.num_threads):
+            segment = self._directory.segments[ordinal]
+            batch.expect(WriteRun(self._keeper, batch, ordinal, segment, first, puts[run]), self._writes)
         return await batch.outcomes()
 
     async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
@@ -249,7 +410,7 @@ class NvmeTier:
         `findings.OUTCOMES` says which finding is which outcome. Raises `BadRequest` as `write` does (a slot may be
         named twice, a buffer must be writable). Cancelled, it waits for the copies all the same.
         """
-        batch = _Batch(self._counters, Operation.READ, len(pages))
+        batch = Batch(self._counters, Operation.READ, len(pages))
         checked = [(page, self._checked(page.slot, page.identity, page.into, writable=True)) for page in pages]
         gets: list[tuple[int, PageRead, memoryview]] = []
         for place, (page, into) in enumerate(checked):
@@ -257,8 +418,9 @@ class NvmeTier:
                 batch.found(place, problem)
             else:
                 gets.append((place, page, into))
-        for segment, first, run in self._runs([page.slot for _, page, _ in gets], self._reads.num_threads):
-            batch.expect(_ReadRun(self, batch, segment, first, gets[run]), self._reads)
+        for ordinal, first, run in self._runs([page.slot for _, page, _ in gets], self._reads.num_threads):
+            segment = self._directory.segments[ordinal]
+            batch.expect(ReadRun(self._keeper, batch, segment, first, gets[run]), self._reads)
         return await batch.outcomes()
 
     # ---- layers
@@ -273,7 +435,7 @@ class NvmeTier:
         writable.
         """
         checked = [(read, self._checked_layer(read)) for read in reads]
-        ticket = _LayerTicket(len(reads), self._counters)
+        ticket = LayerTicket(len(reads), self._counters)
         gets: list[tuple[int, LayerRead, SegmentFile, LayerGet]] = []
         for place, (read, into) in enumerate(checked):
             if (problem := self._problem(read.slot, read.generation, read.identity)) is not None:
@@ -285,7 +447,7 @@ class NvmeTier:
             gets.append((place, read, self._directory.segments[ordinal], get))
         share = max(1, -(-len(gets) // self._layers.num_threads))
         for start in range(0, len(gets), share):
-            job = _LayerRun(self, ticket, gets[start : start + share])
+            job = LayerRun(self._keeper, ticket, gets[start : start + share])
             if not self._layers.submit_anywhere(job):
                 job.end_with(Finding.CLOSED)
         return ticket
@@ -293,18 +455,23 @@ class NvmeTier:
     # ---- end
 
     async def close(self) -> None:
-        """Refuse new work, wait for copies under way, release files, lock and threads. Idempotent.
+        """Refuse new work, wait for copies under way, make everything durable and note that the store was closed;
+        release files, lock and threads. Idempotent.
 
         Waits at most `CLOSE_TIMEOUT_S` for a device that does not answer; its files then stay open until the process
         ends, because a copy may still be using them.
         """
         self._closed = True
-        self._wake_writers()
+        self._keeper.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                for lanes in self._all_lanes():
+                for lanes in (self._reads, self._writes, self._layers):
                     await lanes.stop()
+                async with self._ending:
+                    await self._commits.end()
+                await self._commit_lane.stop()
         except TimeoutError:
+            self._commits.give_up()
             _log.warning("%s: the device does not answer; its files stay open", self._directory.path)
             return
         if not self._released:
@@ -324,8 +491,8 @@ class NvmeTier:
             name, num_threads=num_threads, scratch=lambda: Scratch(self._shape, self._max_run), clock=self._clock
         )
 
-    def _all_lanes(self) -> tuple[Lanes, Lanes, Lanes]:
-        return self._reads, self._writes, self._layers
+    def _all_lanes(self) -> tuple[Lanes, ...]:
+        return self._reads, self._writes, self._layers, self._commit_lane
 
     def _checked(
         self,
@@ -356,9 +523,6 @@ class NvmeTier:
         num_bytes = self._shape.layer_bytes[read.layer]
         return self._checked(read.slot, read.identity, read.into, writable=True, num_bytes=num_bytes)
 
-    def _is_current(self, slot: int, generation: int) -> bool:
-        return self._pool.generation(slot) == generation and self._pool.is_allocated(slot)
-
     def _problem(self, slot: int, generation: int, identity: PageIdentity) -> Finding | None:
         """Why memory alone already says that the slot does not hold the page; None if it does."""
         if self._closed:
@@ -369,8 +533,8 @@ class NvmeTier:
             return Finding.EMPTY
         return None if self._index.is_page(slot, identity) else Finding.OTHER_PAGE
 
-    def _runs(self, slots: Sequence[int], num_threads: int) -> Iterator[tuple[SegmentFile, int, slice]]:
-        """Cut the slots into runs of neighbours in one segment: the segment, the first slot's place in it, and which
+    def _runs(self, slots: Sequence[int], num_threads: int) -> Iterator[tuple[int, int, slice]]:
+        """Cut the slots into runs of neighbours in one segment: its ordinal, the first slot's place in it, and which
         slots.
 
         Runs are as long as `MAX_RUN_BYTES` allows, but no longer than it takes to keep all threads busy.
@@ -384,198 +548,11 @@ class NvmeTier:
             stop = start + 1
             while stop < limit and slots[stop] == slots[stop - 1] + 1:
                 stop += 1
-            yield segment, index, slice(start, stop)
+            yield ordinal, index, slice(start, stop)
             start = stop
 
-    def _written(self, page: PageWrite, finding: Finding, layer_sums: tuple[int, ...]) -> Finding:
-        """A write landed: serve the page if it went well and the slot is still the same."""
-        self._writing.discard(page.slot)
-        if not self._is_current(page.slot, page.generation):
-            return Finding.FREED
-        if finding is Finding.OK:
-            self._index.record(page.slot, page.generation, page.identity, layer_sums)
-        return finding
 
-    def _wake_writers(self) -> None:
-        waiting, self._write_landed = self._write_landed, []
-        for landed in waiting:
-            if not landed.done():
-                landed.set_result(None)
-
-
-class _Batch:
-    """The pages of one `write` or `read`: what was found so far, and who waits for the rest."""
-
-    def __init__(self, counters: Counters, operation: Operation, num_pages: int) -> None:
-        self._counters = counters
-        self._operation = operation
-        self._findings: list[Finding | None] = [None] * num_pages
-        self._num_runs = 0
-        self._waiter: asyncio.Future[None] | None = None
-
-    def found(self, place: int, finding: Finding, num_bytes: int = 0) -> None:
-        self._findings[place] = finding
-        self._counters.add(self._operation, finding, num_bytes if finding is Finding.OK else 0)
-
-    def expect(self, run: "_WriteRun | _ReadRun", lanes: Lanes) -> None:
-        self._num_runs += 1
-        lanes.submit(run)
-
-    def run_landed(self) -> None:
-        self._num_runs -= 1
-        if not self._num_runs and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def outcomes(self) -> list[Outcome]:
-        """Wait for all runs. A cancellation is kept until they have landed: they own buffers of the caller."""
-        cancelled: asyncio.CancelledError | None = None
-        while self._num_runs:
-            # A fresh future each time: a cancelled task cancels the future that it waits for.
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        assert None not in self._findings, "a page was forgotten"
-        return [OUTCOMES[finding] for finding in self._findings if finding is not None]
-
-
-class _WriteRun:
-    """Pages for neighbouring slots of one segment."""
-
-    def __init__(
-        self,
-        tier: NvmeTier,
-        batch: _Batch,
-        segment: SegmentFile,
-        first: int,
-        puts: Sequence[tuple[int, PageWrite, memoryview]],
-    ) -> None:
-        self._tier = tier
-        self._batch = batch
-        self._segment = segment
-        self._pages = [(place, page) for place, page, _ in puts]
-        self._puts = [
-            PagePut(first + offset, page.generation, page.identity, data)
-            for offset, (_, page, data) in enumerate(puts)
-        ]
-        self._written: list[tuple[Finding, tuple[int, ...]]] = []
-
-    def run(self, scratch: Scratch) -> None:
-        self._written = self._segment.write_pages(self._puts, scratch)
-
-    def land(self, error: Exception | None) -> None:
-        tier = self._tier
-        written = self._written if error is None else [(Finding.BUG, ())] * len(self._puts)
-        for (place, page), (finding, layer_sums) in zip(self._pages, written, strict=True):
-            self._batch.found(place, tier._written(page, finding, layer_sums), tier.page_bytes)
-        tier._wake_writers()
-        self._batch.run_landed()
-
-
-class _ReadRun:
-    """Pages from neighbouring slots of one segment."""
-
-    def __init__(
-        self,
-        tier: NvmeTier,
-        batch: _Batch,
-        segment: SegmentFile,
-        first: int,
-        gets: Sequence[tuple[int, PageRead, memoryview]],
-    ) -> None:
-        self._tier = tier
-        self._batch = batch
-        self._segment = segment
-        self._pages = [(place, page) for place, page, _ in gets]
-        self._gets = [
-            PageGet(first + offset, page.generation, page.identity, tier._index.payload_sum(page.slot), into)
-            for offset, (_, page, into) in enumerate(gets)
-        ]
-        self._findings: list[Finding] = []
-
-    def run(self, scratch: Scratch) -> None:
-        self._findings = self._segment.read_pages(self._gets, scratch)
-
-    def land(self, error: Exception | None) -> None:
-        findings = self._findings if error is None else [Finding.BUG] * len(self._gets)
-        for (place, page), finding in zip(self._pages, findings, strict=True):
-            if self._tier._pool.generation(page.slot) != page.generation:
-                finding = Finding.FREED
-            self._batch.found(place, finding, self._tier.page_bytes)
-        self._batch.run_landed()
-
-
-class _LayerTicket:
-    """Layer reads under way; what `start_layer_reads` returns."""
-
-    def __init__(self, num_reads: int, counters: Counters) -> None:
-        self._counters = counters
-        self._findings: list[Finding | None] = [None] * num_reads
-        self._num_open = num_reads
-        self._changed = threading.Condition()
-
-    def found(self, place: int, finding: Finding, num_bytes: int = 0) -> None:
-        self._counters.add(Operation.READ_LAYER, finding, num_bytes if finding is Finding.OK else 0)
-        with self._changed:
-            assert self._findings[place] is None, "a layer was reported twice"
-            self._findings[place] = finding
-            self._num_open -= 1
-            if not self._num_open:
-                self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> list[Outcome]:
-        """Block the calling thread until every read reported; one outcome each, in order.
-
-        Raises `DeadlineExceeded` after `timeout_s` seconds; the buffers then still belong to the reads.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._num_open, timeout_s):
-                raise DeadlineExceeded(f"{self._num_open} layer reads did not end within {timeout_s:g} s")
-            return [OUTCOMES[finding] for finding in self._findings if finding is not None]
-
-
-class _LayerRun:
-    """Layers that one thread reads one after the other."""
-
-    def __init__(
-        self, tier: NvmeTier, ticket: _LayerTicket, gets: Sequence[tuple[int, LayerRead, SegmentFile, LayerGet]]
-    ) -> None:
-        self._tier = tier
-        self._ticket = ticket
-        self._gets = list(gets)
-
-    def run(self, scratch: Scratch) -> None:
-        while self._gets:
-            place, read, segment, get = self._gets[0]
-            finding = segment.read_layer(get, scratch)
-            if not self._tier._index.holds(read.slot, read.generation):
-                finding = Finding.FREED
-            del self._gets[0]
-            self._ticket.found(place, finding, len(get.into))
-
-    def land(self, error: Exception | None) -> None:
-        self.end_with(Finding.BUG)
-
-    def end_with(self, finding: Finding) -> None:
-        """Report everything that has not been read."""
-        for place, *_ in self._gets:
-            self._ticket.found(place, finding)
-        self._gets.clear()
-
-
-class _Probe:
-    """Tries a device that is down."""
-
-    def __init__(self, segment: SegmentFile, health: Health) -> None:
-        self._segment = segment
-        self._health = health
-
-    def run(self, scratch: Scratch) -> None:
-        self._health.probed(self._segment.probe(scratch))
-
-    def land(self, error: Exception | None) -> None:
-        if error is not None:
-            self._health.probed(str(error))
+def _free_bytes(files: FileIO, path: str) -> int:
+    """Bytes that the file system has left for this user."""
+    space = files.statvfs(path)
+    return space.f_bavail * space.f_frsize

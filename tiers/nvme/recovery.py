@@ -1,0 +1,289 @@
+"""What a store still holds after a restart: the state of every slot from its log, and the pages that may be offered.
+
+Two steps, both in memory; nothing is written:
+
+1. `settle`: the last record about a slot counts. Rows that name a slot, a namespace or a place that does not exist, or
+   an older generation than another record, are dropped and counted.
+2. `connect`: a page is offered only if its whole path from the root is: pages are linked by their prefix digests, which
+   are computed here from the token ids, and those without a way to the root are dropped.
+
+Pages are not read: a read verifies header, payload and identity anyway, so an index that is wrong about a slot costs a
+miss.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.tier import RecoveredRun, chain_digest
+from hicache.tiers.nvme.geometry import Geometry
+from hicache.tiers.nvme.header import CODEC_NONE, DIGEST_BYTES
+from hicache.tiers.nvme.io import FileIO
+from hicache.tiers.nvme.reading import LogContents, read_log
+from hicache.tiers.nvme.records import FREED_DTYPE, Rows, row_dtype
+
+Progress = Callable[[int, int], None]
+"""Told how much is done, of how much in all; the second stays the same."""
+
+MAX_GENERATION: Final = 1 << 62
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What came back when a store was opened."""
+
+    num_pages: int
+    """Pages that are offered."""
+    seconds: float
+    """From the beginning of recovery to its end."""
+    clean_stop: bool
+    """Whether the store had been closed; then nothing that was accepted is missing."""
+    dropped: Mapping[str, int]
+    """Pages that the log names and that are not offered, by reason."""
+    damage: tuple[str, ...]
+    """What was found damaged, one sentence each; a torn end after a crash is none."""
+
+
+@dataclass
+class Recovered:
+    """The state that a store goes on from."""
+
+    generations: npt.NDArray[np.int64]
+    """Of all slots."""
+    rows: Rows
+    """Pages that are offered."""
+    digests: npt.NDArray[np.uint8]
+    """`[num_pages, 32]`, the namespace of each."""
+    runs: list[RecoveredRun]
+    dropped_slots: npt.NDArray[np.int64]
+    """Slots that the log says hold a page, and that are free now."""
+    namespaces: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    sequence: int = 0
+    """The last change that is in the log."""
+    log: int | None = None
+    """Which of the two files holds the log that counts."""
+    log_number: int = 0
+    budget: int | None = None
+    clean: bool = False
+    dropped: Counter[str] = field(default_factory=Counter)
+    damage: list[str] = field(default_factory=list)
+
+    def summary(self, seconds: float) -> Recovery:
+        """In short."""
+        dropped = {reason: count for reason, count in self.dropped.items() if count}
+        return Recovery(int(self.rows.size), seconds, self.clean, dropped, tuple(self.damage))
+
+    def cut_to(self, geometry: Geometry) -> "Recovered":
+        """The same in a store of another number of slots; no page lies beyond them."""
+        assert not self.rows.size or int(self.rows["slot"].max()) < geometry.num_slots
+        if geometry.num_slots == self.generations.size:
+            return self
+        generations = np.zeros(geometry.num_slots, np.int64)
+        count = min(generations.size, self.generations.size)
+        generations[:count] = self.generations[:count]
+        dropped_slots = self.dropped_slots[self.dropped_slots < geometry.num_slots]
+        return replace(self, generations=generations, dropped_slots=dropped_slots)
+
+
+def nothing_recovered(geometry: Geometry) -> Recovered:
+    """The state of a store that begins empty."""
+    return Recovered(
+        generations=np.zeros(geometry.num_slots, np.int64),
+        rows=np.zeros(0, row_dtype(geometry.shape)),
+        digests=np.zeros((0, DIGEST_BYTES), np.uint8),
+        runs=[],
+        dropped_slots=np.zeros(0, np.int64),
+        clean=True,
+    )
+
+
+def recover(
+    files: FileIO,
+    logs: Sequence[int | None],
+    store: bytes,
+    geometry: Geometry,
+    num_present: npt.NDArray[np.int64],
+    progress: Progress,
+) -> Recovered:
+    """Read the logs and put the state together.
+
+    `logs` are the two files' descriptors, None for one that is missing; `num_present[i]` says how many slots of segment
+    `i` its file reaches, 0 if there is none of this store. Alters nothing. Raises `OSError` where the device does.
+    """
+    total = 2 * geometry.num_slots
+    progress(0, total)
+
+    def read_so_far(num_pages: int) -> None:
+        progress(min(num_pages, geometry.num_slots), total)
+
+    which, contents, damage = _choose(files, logs, store, geometry, read_so_far)
+    if contents is None or which is None:
+        state = nothing_recovered(geometry)
+        state.damage, state.clean = damage, not damage
+        progress(total, total)
+        return state
+    if contents.damage:
+        damage.append(f"log {which}: {contents.damage}")
+    if contents.num_bad_records:
+        damage.append(f"log {which}: {contents.num_bad_records} records that no program of this version writes")
+    dropped: Counter[str] = Counter()
+    generations, rows, recorded = settle(contents, geometry, num_present, dropped)
+    digests = _digests(contents, rows)
+    kept, runs = connect(
+        rows, digests, contents.namespaces, dropped,
+        lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
+    )  # fmt: skip
+    rows, digests = rows[kept], digests[kept]
+    gone = np.setdiff1d(recorded, rows["slot"].astype(np.int64))
+    generations[gone] += 1
+    progress(total, total)
+    return Recovered(
+        generations=generations,
+        rows=rows,
+        digests=digests,
+        runs=runs,
+        dropped_slots=gone,
+        namespaces=contents.namespaces,
+        sequence=contents.sequence,
+        log=which,
+        log_number=contents.header.number,
+        budget=contents.budget,
+        clean=contents.is_clean and not damage,
+        dropped=dropped,
+        damage=damage,
+    )
+
+
+def _choose(
+    files: FileIO,
+    logs: Sequence[int | None],
+    store: bytes,
+    geometry: Geometry,
+    progress: Callable[[int], None],
+) -> tuple[int | None, LogContents | None, list[str]]:
+    """The log that counts: of those that are whole, the one with the highest number."""
+    found: list[tuple[int, LogContents]] = []
+    unfinished = 0
+    for which, fd in enumerate(logs):
+        contents = None if fd is None else read_log(files, fd, geometry.shape, progress)
+        if contents is None or contents.header.store != store:
+            continue
+        if contents.is_whole:
+            found.append((which, contents))
+        else:
+            unfinished += contents.header.number > 1
+    if not found:
+        # The first log of all may have been cut off by a crash; a later one leaves an earlier one behind.
+        return None, None, ["no log is whole: the store starts cold"] if unfinished else []
+    which, contents = max(found, key=lambda each: each[1].header.number)
+    return which, contents, []
+
+
+def settle(
+    contents: LogContents, geometry: Geometry, num_present: npt.NDArray[np.int64], dropped: Counter[str]
+) -> tuple[npt.NDArray[np.int64], Rows, npt.NDArray[np.int64]]:
+    """The state of all slots: generations, the pages that lie in them, and every slot that the log says holds one."""
+    row = row_dtype(geometry.shape)
+    rows = np.concatenate(contents.pages) if contents.pages else np.zeros(0, row)
+    page_at = np.concatenate(contents.page_positions) if contents.pages else np.zeros(0, np.int64)
+    freed = np.concatenate(contents.freed) if contents.freed else np.zeros(0, FREED_DTYPE)
+    freed_at = np.concatenate(contents.freed_positions) if contents.freed else np.zeros(0, np.int64)
+
+    sound = (rows["slot"] < geometry.num_slots) & (rows["generation"] < MAX_GENERATION)
+    dropped["out_of_range"] += int(rows.size - sound.sum())
+    rows, page_at = rows[sound], page_at[sound]
+    sound = (freed["slot"] < geometry.num_slots) & (freed["generation"] < MAX_GENERATION)
+    freed, freed_at = freed[sound], freed_at[sound]
+
+    page_slots, freed_slots = rows["slot"].astype(np.int64), freed["slot"].astype(np.int64)
+    generations = np.zeros(geometry.num_slots, np.int64)
+    np.maximum.at(generations, page_slots, rows["generation"].astype(np.int64))
+    np.maximum.at(generations, freed_slots, freed["generation"].astype(np.int64))
+    last_row = np.full(geometry.num_slots, -1, np.int64)
+    last_page = np.full(geometry.num_slots, -1, np.int64)
+    last_freed = np.full(geometry.num_slots, -1, np.int64)
+    # Where a slot is named more than once, the last assignment stays: the order of the log.
+    last_row[page_slots] = np.arange(rows.size)
+    last_page[page_slots] = page_at
+    last_freed[freed_slots] = freed_at
+    recorded = np.flatnonzero(last_page > last_freed)
+    rows = rows[last_row[recorded]]
+
+    def keep(sound: npt.NDArray[np.bool_], reason: str) -> None:
+        nonlocal rows
+        dropped[reason] += int(rows.size - sound.sum())
+        rows = rows[sound]
+
+    keep(rows["generation"] == generations[rows["slot"]], "older_generation")
+    keep((rows["codec"] == CODEC_NONE) & (rows["zero"] == 0), "unknown_codec")
+    keep(rows["stored_bytes"] == geometry.shape.page_bytes, "wrong_length")
+    keep(np.asarray((rows["tokens"] >= 0).all(axis=1)), "no_tokens")
+    keep(np.isin(rows["namespace"], np.array(sorted(contents.namespaces), np.uint32)), "unknown_namespace")
+    ordinals, indices = np.divmod(rows["slot"].astype(np.int64), geometry.slots_per_segment)
+    keep(indices < num_present[ordinals], "segment_missing")
+    return generations, rows, recorded
+
+
+def _digests(contents: LogContents, rows: Rows) -> npt.NDArray[np.uint8]:
+    """The namespace digest of each row, `[num_pages, 32]`."""
+    numbers = np.array(sorted(contents.namespaces), np.uint32)
+    if not numbers.size:
+        return np.zeros((0, DIGEST_BYTES), np.uint8)
+    table = np.frombuffer(b"".join(contents.namespaces[int(number)][0] for number in numbers), np.uint8)
+    return table.reshape(-1, DIGEST_BYTES)[np.searchsorted(numbers, rows["namespace"])]
+
+
+def connect(
+    rows: Rows,
+    digests: npt.NDArray[np.uint8],
+    namespaces: Mapping[int, tuple[bytes, bytes]],
+    dropped: Counter[str],
+    progress: Progress = lambda _done, _total: None,
+) -> tuple[npt.NDArray[np.int64], list[RecoveredRun]]:
+    """Which rows have a whole path to the root, and these as runs, parents before children."""
+    prefixes = list(_cut(rows["prefix"].tobytes(), DIGEST_BYTES))
+    tokens = list(_cut(np.ascontiguousarray(rows["tokens"]).tobytes(), rows.dtype["tokens"].itemsize))
+    roots = list(_cut(digests.tobytes(), DIGEST_BYTES))
+    chains: list[bytes] = []
+    for start in range(0, len(prefixes), 1 << 14):
+        progress(start, len(prefixes))
+        stop = start + (1 << 14)
+        chains += map(chain_digest, prefixes[start:stop], tokens[start:stop])
+
+    by_chain = dict(zip(reversed(chains), range(len(chains) - 1, -1, -1)))
+    children: list[list[int]] = [[] for _ in chains]
+    tops = []
+    for place, (chain, prefix, root) in enumerate(zip(chains, prefixes, roots)):
+        if by_chain[chain] != place:
+            dropped["duplicate"] += 1
+        elif prefix == root:
+            tops.append(place)
+        elif (parent := by_chain.get(prefix)) is not None and roots[parent] == root:
+            children[parent].append(place)
+
+    numbers, slots = rows["namespace"].tolist(), rows["slot"].astype(np.int32)
+    kept: list[int] = []
+    runs: list[RecoveredRun] = []
+    waiting = tops[::-1]
+    while waiting:
+        first = last = waiting.pop()
+        run = [first]
+        while len(below := children[last]) == 1:
+            last = below[0]
+            run.append(last)
+        waiting.extend(reversed(below))
+        kept += run
+        record, its_tokens = namespaces[numbers[first]][1], b"".join([tokens[place] for place in run])
+        runs.append(RecoveredRun(record, prefixes[first], chains[last], its_tokens, slots[run]))
+    dropped["orphan"] += len(chains) - len(kept) - dropped["duplicate"]
+    return np.array(kept, np.int64), runs
+
+
+def _cut(data: bytes, num_bytes: int) -> Iterator[bytes]:
+    return (data[start : start + num_bytes] for start in range(0, len(data), num_bytes))
