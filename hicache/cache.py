@@ -440,8 +440,6 @@ class Cache:
         if self._closing:
             self.free({target: slots})
             self._require_open()
-        if target == NVME:
-            self._writer.remember(node)
         move = self.tree.start_move(node, source=source, target=target, slots=slots)
         from_tier, to_tier = self.tiers[source], self.tiers[target]
         pages = [
@@ -495,37 +493,64 @@ class Cache:
 
     async def promote(
         self, lease: Lease, *, max_device_pages: int, deadline: float, priority: Priority = Priority.DEMAND
-    ) -> None:
+    ) -> bool:
         """Bring the pages under a lease as close to the device as they fit: from NVMe to the host, then at most
         `max_device_pages` of them, front first, to the device. Waits until the copies ended, at most until `deadline`.
 
         What cannot be brought (no room, a failed read) stays where it is; a caller looks at the residency afterwards.
+        False when NVMe did not give what it was asked for: a read failed, or nothing arrived for `PATIENCE_S`. Raises
+        `DeadlineExceeded`; what was begun goes on.
         """
+        arrived = True
         if NVME in self.tiers:
-            await self._promote_hop(lease, NVME, HOST, sum(n.num_pages for n in self.path(lease)), priority, deadline)
+            num_pages = sum([node.num_pages for node in self.path(lease)])
+            arrived = await self._promote_hop(lease, NVME, HOST, num_pages, priority, deadline)
         if DEVICE in self.tiers:
             await self._promote_hop(lease, HOST, DEVICE, max_device_pages, priority, deadline)
+        return arrived
 
     async def _promote_hop(
         self, lease: Lease, source: TierId, target: TierId, max_pages: int, priority: Priority, deadline: float
-    ) -> None:
+    ) -> bool:
         # The whole path is pinned where it is, so that making room for one part of it does not push out another.
         # Pinned nodes are never merged, so a border between two of them stays one while others appear.
         pins = self._pin_path(lease)
         moving: list[Moving] = []
         try:
-            position = 0
-            while position < max_pages and (node := self._node_at(lease, position)) is not None:
+            await self._start_hop(self.path(lease), source, target, max_pages, priority, deadline, moving)
+            return await self._wait_while_they_move(moving, self._lanes[source, target], deadline)
+        finally:
+            self.unpin(pins)
+
+    async def _start_hop(
+        self,
+        path: Sequence[Node],
+        source: TierId,
+        target: TierId,
+        max_pages: int,
+        priority: Priority,
+        deadline: float,
+        moving: "list[Moving]",
+    ) -> None:
+        """Begin the moves of a hop, root side first, and note them in `moving`."""
+        position = 0
+        above: Node | None = None
+        for end in path:
+            # A split puts its upper half above a node of the path: what is between two of them is one of them, cut.
+            while above is not end and position < max_pages:
+                if (node := _first_below(above, end)) is None:
+                    return
                 if not self._wants(node, source, target):
                     position += node.num_pages
+                    above = node
                     continue
                 if position + node.num_pages > max_pages:
                     node, _ = self.tree.split(node, max_pages - position)
                 slots = await self.allocate_up_to(target, node.num_pages, deadline=deadline)
                 if not len(slots):
-                    break
+                    return
                 # Looked at again: the node may have been split, moved by somebody else, or removed meanwhile.
-                found = self._node_at(lease, position)
+                found = _first_below(above, end)
                 if found is None or not self._wants(found, source, target):
                     self.free({target: slots})
                     continue
@@ -535,10 +560,22 @@ class Cache:
                 self.free({target: slots[num_pages:]})
                 moving.append(self.start_move(found, source, target, slots[:num_pages], priority))
                 position += num_pages
-            for move in moving:
-                await self.wait(move.done, deadline)
-        finally:
-            self.unpin(pins)
+                above = found
+
+    async def _wait_while_they_move(self, moving: "Sequence[Moving]", lane: Lane, deadline: float) -> bool:
+        """Wait for moves on one lane while it still copies anything; whether all their pages arrived."""
+        for move in moving:
+            while not move.done.is_set():
+                num_copied = lane.stats.pages
+                give_up_at = self.clock.monotonic() + PATIENCE_S
+                try:
+                    await self.wait(move.done, min(deadline, give_up_at))
+                except DeadlineExceeded:
+                    if deadline <= give_up_at:
+                        raise
+                    if lane.stats.pages == num_copied:
+                        return False
+        return all(move.is_complete for move in moving)
 
     def _wants(self, node: Node, source: TierId, target: TierId) -> bool:
         """Whether the node should take this hop on its way up: it can, and is in nothing as fast as the target."""
@@ -546,15 +583,6 @@ class Cache:
         return node.residency(source) is Residency.RESIDENT and all(
             node.residency(tier_id) is Residency.ABSENT for tier_id in self.tiers if tier_id not in slower
         )
-
-    def _node_at(self, lease: Lease, position: int) -> Node | None:
-        """The node of a leased path that begins `position` pages from the root; None past the end."""
-        start = 0
-        for node in self.path(lease):
-            if start == position:
-                return node
-            start += node.num_pages
-        return None
 
     def path(self, lease: Lease | None) -> list[Node]:
         """The nodes under a lease, root side first; none without a lease, or where its pages are gone."""
@@ -754,6 +782,14 @@ class _Reading:
     """Nobody has given up waiting for it."""
     host_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     """Where the page is once `done` is set: `[1]`, or `[0]` if it could not be read."""
+
+
+def _first_below(above: Node | None, end: Node) -> Node | None:
+    """The highest node below `above` (None: below the root) on the path to `end`; None if there is no such path now."""
+    step: Node | None = end if end.is_live else None
+    while step is not None and (parent := step.parent) is not above:
+        step = parent
+    return step
 
 
 def _covering(nodes: Sequence[Node], num_pages: int) -> list[Node]:

@@ -25,8 +25,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.cache import Cache, Coverage
-from hicache.errors import BadRequest, Closed, NoRoom, NotResident, TierUnavailable
+from hicache.cache import PATIENCE_S, Cache, Coverage
+from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, NotResident, TierUnavailable
 from hicache.lease import Lease, Pin
 from hicache.namespace import Namespace
 from hicache.node import Node
@@ -114,7 +114,8 @@ class Sequence:
         """Find what is cached of `tokens`, protect it, and bring it to the device as far as it fits.
 
         At most `len(tokens) - 1` tokens are taken from the cache: the logits of the last one have to be computed.
-        A damaged page on the way shortens what is found; it is never an error.
+        A damaged page on the way shortens what is found; it is never an error. So does an NVMe tier that fails or does
+        not answer: it is waited for while it still gives anything, at most for half of the time that is left.
 
         Raises `BadRequest` for tokens that are empty or not int32 ids, or a namespace of another layout;
         `DeadlineExceeded` (nothing stays leased).
@@ -128,7 +129,7 @@ class Sequence:
         sequence = cls(cache, namespace, owner=owner)
         try:
             found = await sequence._take_pages(packed, deadline)
-            await sequence._take_partial(packed, found, deadline)
+            await sequence._take_partial(packed, found, sequence._patience_until(deadline))
         except BaseException:
             sequence.close()
             raise
@@ -158,7 +159,7 @@ class Sequence:
         match = tree.match(self.namespace, packed[:-1])
         coverage = cache.coverage(match)
         if match.owner != self.namespace.digest:
-            await self._adopt(match, packed, deadline)
+            await self._adopt(match, packed, self._half_way_to(deadline))
             if self._lease is not None:
                 cache.release(self._lease)
                 self._lease = None
@@ -170,8 +171,15 @@ class Sequence:
             # Room is left for what this sequence is about to compute, within reason: the rest streams.
             device_pages = cache.tiers[DEVICE].capacity_pages
             reserve = min(cache.layout.pages_for(len(packed) - match.num_tokens) + 1, device_pages // 2)
-            await cache.promote(self._lease, max_device_pages=device_pages - reserve, deadline=deadline)
+            try:
+                arrived = await cache.promote(
+                    self._lease, max_device_pages=device_pages - reserve, deadline=self._half_way_to(deadline)
+                )
+            except DeadlineExceeded:
+                arrived = False
             if cache.path(self._lease):
+                if not arrived:
+                    match = self._without_nvme(packed)
                 break
             # A page turned out to be damaged and was forgotten with everything below it; some of it may be there again,
             # from somebody who computed it meanwhile.
@@ -183,6 +191,30 @@ class Sequence:
         self._published = match.num_tokens
         self.cached_by_tier = _cut(coverage, match.num_tokens)
         return match
+
+    def _half_way_to(self, deadline: float) -> float:
+        now = self.cache.clock.monotonic()
+        return now + (deadline - now) / 2
+
+    def _patience_until(self, deadline: float) -> float:
+        """For how long one page is waited for, which may be on a disk that does not answer."""
+        return min(self._half_way_to(deadline), self.cache.clock.monotonic() + PATIENCE_S)
+
+    def _without_nvme(self, packed: Tokens) -> Match:
+        """Let the lease end before the first page that is on NVMe alone, which does not give its pages now."""
+        cache, kept = self.cache, list[Node]()
+        for node in cache.path(self._lease):
+            if cache.fastest(node) == NVME:
+                break
+            kept.append(node)
+        assert self._lease is not None
+        if kept:
+            cache.tree.move_lease(self._lease, kept[-1], cache.clock.monotonic())
+        else:
+            cache.release(self._lease)
+            self._lease = None
+        num_tokens = sum([node.num_pages for node in kept]) * cache.layout.page_size
+        return cache.tree.match(self.namespace, packed[:num_tokens], published=False)
 
     async def _adopt(self, theirs: Match, packed: Tokens, deadline: float) -> None:
         """Copy what another tenant has published, beyond what is there already, and publish the copies as own pages.
@@ -221,14 +253,16 @@ class Sequence:
         cache = self.cache
         try:
             slots = await cache.allocate(DEVICE, num_pages, deadline=deadline)
-        except (NoRoom, TierUnavailable):
+        except (NoRoom, TierUnavailable, DeadlineExceeded):
             return np.empty(0, np.int32)
         copied = 0
         try:
             while copied < num_pages and (found := self._find_page(reading, first_page + copied)) is not None:
-                if not await cache.copy_page(*found, int(slots[copied]), deadline=deadline):
+                if not await cache.copy_page(*found, int(slots[copied]), deadline=self._patience_until(deadline)):
                     break
                 copied += 1
+        except DeadlineExceeded:
+            pass
         except BaseException:
             copied = 0
             raise
@@ -250,22 +284,22 @@ class Sequence:
         match = cache.tree.match(self.namespace, packed[:-1])
         if match.partial is None or match.num_tokens != found.num_tokens:
             return
+        partial, tier_id, copied, slots = match.partial, DEVICE, False, np.empty(0, np.int32)
         try:
             # Without waiting for others: part of a page is not worth it.
             slots = await cache.allocate(DEVICE, 1, deadline=deadline, wait=False)
-        except (NoRoom, TierUnavailable):
-            return
-        # Room may have cost the page itself; what was matched is looked up again.
-        match = cache.tree.match(self.namespace, packed[:-1])
-        partial, tier_id, copied = match.partial, DEVICE, False
-        try:
-            if partial is not None and match.num_tokens == found.num_tokens:
+            # Room may have cost the page itself; what was matched is looked up again.
+            match = cache.tree.match(self.namespace, packed[:-1])
+            if match.partial is not None and match.num_tokens == found.num_tokens:
+                partial = match.partial
                 tier_id = cache.fastest(partial.node)
                 copied = await cache.copy_page(partial.node, partial.page, int(slots[0]), deadline=deadline)
+        except (NoRoom, TierUnavailable, DeadlineExceeded):
+            return
         finally:
             if not copied:
                 cache.free({DEVICE: slots})
-        if not copied or partial is None:
+        if not copied:
             return
         self._tail = PrivatePage(int(slots[0]))
         self._tokens = packed[: found.num_tokens + partial.num_tokens].copy()
@@ -430,7 +464,8 @@ class Sequence:
         self.cache.free({DEVICE: plan.new_slots})
 
     def report_bad(self, tier_id: TierId, slot: int) -> None:
-        """A step found that a page of the context cannot be read back from a tier: it is forgotten there.
+        """A step found that a page of the context cannot be read back from a tier: it is forgotten there. Not for a
+        device that fails (`Outcome.ERROR`): the page may be there, and asking again later may work.
 
         If that was its last copy, the page and everything after it leave the cache, and this sequence cannot go on.
         """

@@ -12,18 +12,18 @@ import asyncio
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
-from hicache.errors import DeadlineExceeded, TierUnavailable
+from hicache.errors import DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.guarding import guarded
 from hicache.lease import Lease
 from hicache.movers import PageMove, Priority
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
-from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, PageWrite, SupportsDurability, Tier
+from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageRead, PageWrite, SupportsDurability, Tier
 from hicache.tokens import pack_tokens
 
 if TYPE_CHECKING:
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 
 PAST_HOST_BYTES: Final = 16 << 20
 """Size of the buffer through which pages go from the device to NVMe, at least one page."""
+
+
+@runtime_checkable
+class SupportsCheck(Protocol):
+    """A tier that says at once, without I/O, whether it still has a page: one whose flushes may fail."""
+
+    def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        """`OK`, `STALE` or `NOT_FOUND`, as a `read` would answer now."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,8 @@ class Writer:
             for node in wanted:
                 if not len(slots):
                     break
+                if not self._remember(node):
+                    continue
                 if node.num_pages > len(slots):
                     # Its beginning: what is written must have everything before it.
                     node, _ = tree.split(node, len(slots))
@@ -125,10 +136,15 @@ class Writer:
             cache.free(tree.unpin(parents))
         return moving
 
-    def remember(self, node: Node) -> None:
-        """Have the tier keep the node's namespace, before a page of it is written."""
-        if self.tier is not None:
+    def _remember(self, node: Node) -> bool:
+        """Have the tier keep the node's namespace, before a page of it is written; false if it has no room for more."""
+        if self.tier is None:
+            return True
+        try:
             self.tier.remember(node.namespace, node.record.encode())
+        except NoRoom:
+            return False
+        return True
 
     async def copy_past_host(self, device: Tier, nvme: Tier, pages: Sequence[PageMove]) -> list[Outcome | None]:
         """Copy pages from the device to NVMe through a buffer; one outcome each, None for a page that was not begun
@@ -170,12 +186,26 @@ class Writer:
             pins = cache.pin({NVME: self._written(lease)})
             try:
                 await tier.sync(number, deadline=deadline)
+                self._forget_lost(self._written(lease))
                 num_pages = sum([node.num_pages for node in self._written(lease)])
             finally:
                 cache.unpin(pins)
         finally:
             cache.release(lease)
         return Persisted(num_pages * cache.layout.page_size, number)
+
+    def _forget_lost(self, nodes: Sequence[Node]) -> None:
+        """Forget pages that the tier has lost since they were accepted: an earlier flush failed."""
+        tier = self.tier
+        if not isinstance(tier, SupportsCheck):
+            return
+        for node in nodes:
+            for page, (slot, identity) in enumerate(
+                zip(node.slots(NVME).tolist(), self._cache.tree.identities(node), strict=True)
+            ):
+                if tier.check(slot, self._cache.tiers[NVME].generation(slot), identity) is not Outcome.OK:
+                    self._cache.forget(node, NVME, page)
+                    return
 
     def _written(self, lease: Lease) -> list[Node]:
         """The nodes of a leased path, from the root on, that are on NVMe with everything before them."""

@@ -191,7 +191,7 @@ class Request:
                 raise RuntimeError("the model failed")
         except BaseException as error:
             sequence.abort(plan)
-            if isinstance(error, UnreadablePage):
+            if isinstance(error, UnreadablePage) and error.outcome is not Outcome.ERROR:
                 sequence.report_bad(error.tier_id, error.slot)
             raise
         sequence.commit(plan)
@@ -259,6 +259,7 @@ class UnreadablePage(Exception):
         super().__init__(f"{tier_id} slot {slot}: {outcome.value}")
         self.tier_id = tier_id
         self.slot = slot
+        self.outcome = outcome
 
 
 def _compare(data: bytes, expected: list[bytes], where: str) -> None:
