@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hicache.errors import BadRequest
 from hicache.layout import AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
 from hicache.tiers.codecs.base import Codec, layer_forms
-from hicache.tiers.codecs.int8 import FLUSHED_BELOW, LIMIT, RELATIVE_ERROR, Int8
+from hicache.tiers.codecs.int8 import LIMIT, PER_DIFFERENCE, PER_MAGNITUDE, TINY, Int8
 from hicache.tiers.codecs.registry import CODEC_IDS, NONE, make_codec, parse_codec
 from tests.tiers.real_kv import real_layout, real_pages
 
@@ -140,6 +140,7 @@ def test_int8_is_within_the_error_that_it_states(
     (form,), codec = layer_forms(layout), codec_of("int8", layout)
     rng = np.random.default_rng(seed)
     wide = rng.standard_normal(form.shape) * np.exp2(rng.integers(-spread, 1, form.shape) + float(exponent))
+    wide += rng.choice([0.0, 1.0, -30.0]) * 2.0**exponent
     data = as_dtype(np.clip(wide, -LIMIT[dtype], LIMIT[dtype]), dtype)
     stored = encoded(codec, 0, data)
     assert stored is not None
@@ -147,8 +148,9 @@ def test_int8_is_within_the_error_that_it_states(
     back = decoded(codec, 0, stored, data.nbytes)
     assert back is not None
     right, got = floats(data, dtype), floats(np.frombuffer(back, data.dtype).reshape(form.shape), dtype)
-    smallest = 2.0**-25 if dtype is KVDtype.FLOAT16 else 0.0
-    bound = RELATIVE_ERROR[dtype] * group_maxima(right, form.token_axis) + np.maximum(smallest, FLUSHED_BELOW)
+    above, below = group_maxima(right, form.token_axis), -group_maxima(-right, form.token_axis)
+    bound = PER_DIFFERENCE * (above - below) + PER_MAGNITUDE[dtype] * np.maximum(above, -below)
+    bound += 2.0**-25 if dtype is KVDtype.FLOAT16 else TINY
     assert (np.abs(right - got) <= bound).all()
 
 
@@ -159,22 +161,22 @@ def as_dtype(values: npt.NDArray[np.float64], dtype: KVDtype) -> npt.NDArray[Any
 
 
 def group_maxima(values: npt.NDArray[np.float64], token_axis: int) -> npt.NDArray[np.float64]:
-    """The largest magnitude in each element's group, by the words of the codec's description."""
+    """The largest element in each element's group, by the words of the codec's description."""
     maxima = np.empty_like(values)
     tokens = values.shape[token_axis]
-    maxima[1] = np.abs(values[1]).max(axis=2, keepdims=True)
+    maxima[1] = values[1].max(axis=2, keepdims=True)
     if tokens < 16:
-        maxima[0] = np.abs(values[0]).max(axis=2, keepdims=True)
+        maxima[0] = values[0].max(axis=2, keepdims=True)
         return maxima
     keys = np.moveaxis(values[0], token_axis - 1, 0)
     for start in range(0, tokens, 64):
-        largest = np.abs(keys[start : start + 64]).max(axis=0, keepdims=True)
+        largest = keys[start : start + 64].max(axis=0, keepdims=True)
         np.moveaxis(maxima[0], token_axis - 1, 0)[start : start + 64] = largest
     return maxima
 
 
-def test_int8_halves_real_kv_and_hardly_changes_it() -> None:
-    for page_size, ratio in ((16, 1.85), (64, 1.93)):
+def test_int8_nearly_halves_real_kv_and_hardly_changes_it() -> None:
+    for page_size, ratio in ((16, 1.72), (64, 1.88)):
         layout, codec = real_layout(page_size), codec_of("int8", real_layout(page_size))
         assert codec.exact_bytes is not None
         assert layout.page_bytes / codec.exact_bytes >= ratio
@@ -186,7 +188,7 @@ def test_int8_halves_real_kv_and_hardly_changes_it() -> None:
                 assert back is not None
                 right = floats(page[layer], KVDtype.BFLOAT16)
                 got = floats(np.frombuffer(back, np.uint16).reshape(right.shape), KVDtype.BFLOAT16)
-                assert np.sqrt(((right - got) ** 2).mean() / (right**2).mean()) < 0.01
+                assert np.sqrt(((right - got) ** 2).mean() / (right**2).mean()) < 0.006
 
 
 @pytest.mark.parametrize("dtype", [KVDtype.BFLOAT16, KVDtype.FLOAT16, KVDtype.FLOAT32])
@@ -203,7 +205,7 @@ def test_int8_refuses_what_it_cannot_represent(dtype: KVDtype, bad: float | str,
 
 def test_int8_survives_the_smallest_and_the_largest() -> None:
     codec = codec_of("int8", real_layout(16))
-    for bits in (0x0001, 0x8001, 0x007F, 0x0080, 0x7EFF, 0xFEFF):
+    for bits in (0x0001, 0x8001, 0x007F, 0x0080, 0x7E80, 0xFE80):
         data = np.full((2, 16, 3, 64), bits, np.uint16)
         stored = encoded(codec, 0, data)
         assert stored is not None
@@ -211,7 +213,7 @@ def test_int8_survives_the_smallest_and_the_largest() -> None:
         assert back is not None
         right, got = floats(data, KVDtype.BFLOAT16), floats(np.frombuffer(back, np.uint16), KVDtype.BFLOAT16)
         assert np.isfinite(got).all()
-        assert np.abs(right.ravel() - got).max() <= max(FLUSHED_BELOW, abs(right.flat[0]) / 127)
+        assert np.abs(right.ravel() - got).max() <= max(TINY, abs(right.flat[0]) / 250)
 
 
 def test_a_signalling_nan_is_refused_quietly() -> None:

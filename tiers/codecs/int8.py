@@ -1,19 +1,21 @@
 """`int8`: near-lossless, half the bytes of a 16-bit dtype. Opt-in, and part of the namespace (`Namespace.codec`).
 
-Every element becomes an int8 times the scale of its group. Keys are grouped by channel, because some of their channels
-are far larger than others at all tokens: one group is one element of one head over up to 64 tokens. Values, the keys of
-pages with fewer than 16 tokens, and everything that is neither (latent, recurrent) are grouped by token: one group is
-one head of one token.
+Every element becomes its group's centre plus an int8 times the group's step. Keys are grouped by channel, because some
+channels are far larger than others, or far from zero, at all tokens: one group is one element of one head over up to 64
+tokens. Values, the keys of pages with fewer than 16 tokens, and everything that is neither (latent, recurrent) are
+grouped by token: one group is one head of one token.
 
-    frame := (keys of a run of up to 64 tokens)*  rest      `rest`: what is grouped by token
-    each  := u16[groups]:scales  i8[elements]               scales as bfloat16; elements in the layer's order
+    frame := (keys of a run of up to 64 tokens)*  rest          `rest`: what is grouped by token
+    each  := u16[groups]:centres  u16[groups]:steps  i8[elements]
 
-The length follows from the layout. With *m* the largest magnitude in an element's group, what comes back differs from
-what was stored by at most `RELATIVE_ERROR[dtype] * m`, rounding to the dtype included (of float16, half its smallest
-step, 2**-25, comes on top); a group with *m* below `FLUSHED_BELOW` comes back as zeros. A layer with a NaN, an infinity
-or a magnitude above `LIMIT[dtype]` cannot be represented: `encode` says that it does not fit.
+Centres and steps are bfloat16, elements in the layer's order; the length follows from the layout. With *m* the largest
+magnitude in an element's group and *d* the difference between the group's largest and smallest element, what comes back
+differs from what was stored by at most `PER_DIFFERENCE * d + PER_MAGNITUDE[dtype] * m`, rounding to the dtype included
+(of float16, half its smallest step, 2**-25, comes on top), or by `TINY` where that is more. A layer with a NaN, an
+infinity or a magnitude above `LIMIT[dtype]` cannot be represented: `encode` says that it does not fit.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -29,13 +31,16 @@ CHANNEL_TOKENS_MAX: Final = 64
 """Tokens that share one scale of a key channel."""
 CHANNEL_TOKENS_MIN: Final = 16
 """Below, a scale for each channel would cost more than it saves."""
-FLUSHED_BELOW: Final = 2.0**-100
-RELATIVE_ERROR: Final = {KVDtype.BFLOAT16: 1 / 127, KVDtype.FLOAT16: 1 / 224, KVDtype.FLOAT32: 1 / 252}
-"""Half a step of 1/127 whose scale is rounded to 8 bits, and half a unit in the last place of the dtype."""
-LIMIT: Final = {KVDtype.BFLOAT16: 2.0**127, KVDtype.FLOAT16: 64_000.0, KVDtype.FLOAT32: 2.0**127}
+TINY: Final = 2.0**-100
+"""Groups whose elements differ from their centre by less come back as that centre."""
+PER_DIFFERENCE: Final = 1 / 500
+"""Half a step of 1/254 of the difference, a step being rounded to 8 bits."""
+PER_MAGNITUDE: Final = {KVDtype.BFLOAT16: 1 / 250, KVDtype.FLOAT16: 1 / 1_900, KVDtype.FLOAT32: 1 / 60_000}
+"""Half a unit in the last place of the dtype, and what a rounded centre adds to a step."""
+LIMIT: Final = {KVDtype.BFLOAT16: 2.0**126, KVDtype.FLOAT16: 64_000.0, KVDtype.FLOAT32: 2.0**126}
 """Above, a decoded element could overflow."""
-_SCALED_LIMIT: Final = {dtype: np.float32(limit * 1.015) for dtype, limit in LIMIT.items()}
-"""128 scales of what `encode` wrote are below; and so is the largest number of the dtype above."""
+_DECODED_LIMIT: Final = {dtype: np.float32(limit * 1.02) for dtype, limit in LIMIT.items()}
+"""No centre with 128 steps that `encode` writes is beyond, and every dtype reaches further."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -48,19 +53,19 @@ class _Block:
     """Where in the layer's shape."""
     shape: tuple[int, ...]
     axis: int
-    """The axis along which elements share a scale."""
+    """The axis along which elements share a centre and a step."""
 
     @property
-    def scales_shape(self) -> tuple[int, ...]:
+    def groups_shape(self) -> tuple[int, ...]:
         return tuple(1 if axis == self.axis else length for axis, length in enumerate(self.shape))
 
     @property
-    def num_scales(self) -> int:
-        return int(np.prod(self.scales_shape))
+    def num_groups(self) -> int:
+        return math.prod(self.groups_shape)
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.num_scales + int(np.prod(self.shape))
+        return 4 * self.num_groups + math.prod(self.shape)
 
 
 class Int8:
@@ -102,24 +107,28 @@ class Int8:
         elements = _load(data, form)
         start = 0
         for block in self._blocks[layer]:
-            stop = start + 2 * block.num_scales
             part = elements[block.at]
             with np.errstate(invalid="ignore"):
-                largest = np.abs(part).max(axis=block.axis, keepdims=True)
-            # A NaN is the largest of whatever it is among, and compares as false.
-            if not (largest <= LIMIT[form.dtype]).all():
+                largest = part.max(axis=block.axis, keepdims=True)
+                smallest = part.min(axis=block.axis, keepdims=True)
+            # A NaN is the largest and the smallest of whatever it is among, and compares as false.
+            if not (largest.max() <= LIMIT[form.dtype] and smallest.min() >= -LIMIT[form.dtype]):
                 return None
-            scales = _to_bfloat16(np.where(largest < FLUSHED_BELOW, np.float32(0), largest / np.float32(127)))
-            into[start:stop] = scales.tobytes()
-            steps = _from_bfloat16(scales)
-            inverse = np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps > 0)
-            start, stop = stop, stop + part.size
-            whole = np.frombuffer(into[start:stop], np.int8).reshape(block.shape)
-            # The scale may have been rounded down, but not so far that a quotient reaches 127.5.
-            scaled = part * inverse
+            centres = _to_bfloat16((largest + smallest) * np.float32(0.5))
+            middle = _from_bfloat16(centres)
+            reach = np.maximum(largest - middle, middle - smallest)
+            steps = _to_bfloat16(reach * (reach >= TINY) * np.float32(1 / 127))
+            size = _from_bfloat16(steps)
+            inverse = np.divide(np.float32(1), size, out=np.zeros_like(size), where=size > 0)
+            elements_at = start + 4 * block.num_groups
+            into[start : start + 2 * block.num_groups] = centres.tobytes()
+            into[start + 2 * block.num_groups : elements_at] = steps.tobytes()
+            start = elements_at + part.size
+            # A step may have been rounded down, but not so far that a quotient reaches 127.5.
+            scaled = part - middle
+            scaled *= inverse
             np.rint(scaled, out=scaled)
-            np.copyto(whole, scaled, casting="unsafe")
-            start = stop
+            np.copyto(np.frombuffer(into[elements_at:start], np.int8).reshape(block.shape), scaled, casting="unsafe")
         return start
 
     def decode(self, layer: int, stored: memoryview, into: memoryview) -> bool:
@@ -130,15 +139,19 @@ class Int8:
         elements = np.empty(form.shape, np.float32)
         start = 0
         for block in self._blocks[layer]:
-            stop = start + 2 * block.num_scales
-            scales = _from_bfloat16(np.frombuffer(stored[start:stop], "<u2").reshape(block.scales_shape))
-            # Neither negative nor NaN, nor so large that an element overflows.
-            if not ((scales >= 0) & (scales <= _SCALED_LIMIT[form.dtype] / 128)).all():
+            elements_at = start + 4 * block.num_groups
+            groups = np.frombuffer(stored[start:elements_at], "<u2").reshape(2, *block.groups_shape)
+            middle, size = _from_bfloat16(groups)
+            # Neither NaN nor so large that an element overflows.
+            with np.errstate(invalid="ignore", over="ignore"):
+                good = (size >= 0) & (np.abs(middle) + size * np.float32(128) <= _DECODED_LIMIT[form.dtype])
+            if not good.all():
                 return False
-            start, stop = stop, stop + elements[block.at].size
-            np.multiply(np.frombuffer(stored[start:stop], np.int8).reshape(block.shape), scales,
-                        out=elements[block.at], dtype=np.float32)  # fmt: skip
-            start = stop
+            part = elements[block.at]
+            start = elements_at + part.size
+            steps = np.frombuffer(stored[elements_at:start], np.int8).reshape(block.shape)
+            np.multiply(steps, size, out=part, dtype=np.float32)
+            part += middle
         _store(elements, into, form)
         return True
 
