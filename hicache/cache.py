@@ -49,7 +49,7 @@ from hicache.tier import (
     TierId,
 )
 from hicache.tree import HiRadixTree, Match, pack_tokens
-from hicache.writing import Persisted, Writer
+from hicache.writing import Durability, Persisted, Writer
 
 DRAIN_S: Final = 10.0
 """How long `close` lets queued moves finish before it drops them."""
@@ -622,6 +622,12 @@ class Cache:
         removed = self.tree.flush(namespace=namespace)
         self.free(removed.freed)
         return sum(node.num_pages for node in removed.held)
+
+    @property
+    def durability(self) -> Durability | None:
+        """How far the NVMe tier has come; None without one that survives a restart."""
+        tier = self._writer.tier
+        return Durability(tier.accepted, tier.durable) if tier is not None else None
 
     async def settle(self, *, deadline: float) -> bool:
         """Wait until everything removed so far is removed durably: it then does not come back over a restart, either.

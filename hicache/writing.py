@@ -44,13 +44,34 @@ class SupportsCheck(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Persisted:
-    """What a request for durability came to."""
+    """What a request to persist came to."""
 
     num_tokens: int
     """Tokens from the beginning of the prompt that survive `kill -9` and a power cut from now on, in whole pages. They
     may still be evicted, removed or damaged later, as any page."""
     number: int
     """The tier's number up to which everything is durable (`SupportsDurability`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """How far writes and frees of the NVMe tier have come, by their numbers."""
+
+    accepted: int
+    """The last one that was accepted: readable, or gone, from now on."""
+    durable: int
+    """Up to here all survive `kill -9` and a power cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a flush came to."""
+
+    num_held: int
+    """Pages that running requests keep, and that can still be matched."""
+    is_durable: bool
+    """Whether what was removed stays removed over a restart from now on, too. False when the NVMe tier could not make
+    it so in time, or at all: what was removed is not served by this process, but may come back with the next one."""
 
 
 class Writer:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -30,12 +31,14 @@ from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
 from hicache.namespace import Namespace
+from hicache.recovery import Recovery
 from hicache.service.snapshot import snapshot_of, stats_of
 from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
 from hicache.tiers.context import ContextParts, Staging
 from hicache.tiers.device import DeviceTier
 from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
+from hicache.writing import Durability, Flushed, Persisted
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 """How long a call waits for room or a copy before it raises `DeadlineExceeded`."""
@@ -47,6 +50,9 @@ CLOSE_TIMEOUT_S: Final = DRAIN_S + GRACE_S
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Progress = Callable[[str, int, int], None]
+"""What `HiCache.open` tells while a restart brings pages back: the phase, how much is done, and of how much."""
 
 
 class HiCache:
@@ -83,24 +89,35 @@ class HiCache:
         host_bytes: int,
         nvme_dir: str | os.PathLike[str] | None = None,
         nvme_bytes: int | None = None,
+        nvme_min_free_bytes: int = 0,
+        nvme_write_bytes_per_day: int | None = None,
         device: str = "cpu",
         metadata_bytes: int | None = None,
+        progress: Progress | None = None,
     ) -> Self:
-        """Open a cache for pages of one layout.
+        """Open a cache for pages of one layout. What its NVMe tier has kept over a restart is found in it again.
 
         Args:
             layout: the model's KV and the page size.
             device_bytes: budget of the device tier; at least one page.
             host_bytes: budget of the host tier, allocated at once; at least one page.
             nvme_dir: directory of the NVMe tier, made if it is missing; None for no such tier.
-            nvme_bytes: budget of the NVMe tier; required with `nvme_dir`.
+            nvme_bytes: budget of the NVMe tier; required with `nvme_dir`. Another one than before makes the store
+                there grow or shrink.
+            nvme_min_free_bytes: no new pages are taken while the file system has less space left for others.
+            nvme_write_bytes_per_day: no new pages are taken while more were written; None for no bound.
             device: "cpu", or "cuda[:index]" where there is one.
             metadata_bytes: most memory for the index of what is cached, by its own estimate (about 700 bytes a prefix
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
+            progress: told of what a restart brings back: first "nvme" and how much of its log is read, of how much;
+                then "pages" and how many are back, of how many. Called in the cache's own thread; must not raise.
 
         Raises `BadRequest` naming the field before anything was made, `TierUnavailable` when a tier refuses to open.
         """
-        return cls(_Budgets.checked(layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, device, metadata_bytes))
+        return cls(_Budgets.checked(
+            layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, nvme_min_free_bytes, nvme_write_bytes_per_day,
+            device, metadata_bytes, progress,
+        ))
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
@@ -286,14 +303,43 @@ class HiCache:
         """`stats` and every node of the tree, as JSON-able values: what `hicache tree` shows."""
         return self._call(snapshot_of(self._built.cache))
 
-    def flush(self, namespace: Namespace | None = None) -> int:
-        """Forget every page of a namespace, or of all, in every tier; returns the pages that running requests keep."""
-        cache = self._built.cache
+    def flush(self, namespace: Namespace | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Flushed:
+        """Forget every page of a namespace, or of all, in every tier, and wait until that is durable: what was removed
+        does not come back with a restart, either. After `timeout_s` seconds the result says that it is not yet so.
 
-        async def flush() -> int:
-            return cache.flush(namespace)
+        Pages that running requests keep stay; the result has their number. Raises `Closed`.
+        """
+        cache, deadline = self._built.cache, self._deadline(timeout_s)
 
-        return self._call(flush())
+        async def flush() -> Flushed:
+            num_held = cache.flush(namespace)
+            return Flushed(num_held, await cache.settle(deadline=deadline))
+
+        return self._call(flush(), timeout_s=timeout_s)
+
+    def persist(
+        self, namespace: Namespace, tokens: npt.ArrayLike, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Persisted:
+        """Write what is cached of `tokens` (1-D, int32 ids) to NVMe, in whole pages, and wait until it is durable: it
+        then survives `kill -9` and a power cut. Returns how many tokens do. Faster copies stay. Nothing else in the
+        cache ever waits for a disk to flush.
+
+        Raises `BadRequest`, `TierUnavailable` (no NVMe tier, or one whose flush fails), `DeadlineExceeded` after
+        `timeout_s` seconds, `Closed`; nothing is promised then.
+        """
+        persisting = self._built.cache.persist(namespace, tokens, deadline=self._deadline(timeout_s))
+        return self._call(persisting, timeout_s=timeout_s)
+
+    @property
+    def recovery(self) -> Recovery:
+        """What came back from NVMe when the cache was opened."""
+        return self._built.cache.recovered
+
+    @property
+    def durability(self) -> Durability | None:
+        """The numbers of the last write or free on NVMe that was accepted, and of the last up to which all are durable;
+        None without an NVMe tier."""
+        return self._built.cache.durability
 
 
 class Sequence:
@@ -398,7 +444,8 @@ class Step:
     def parts(self, layer: int) -> Iterator[PagedPart]:
         """Everything before the new tokens, for one layer. A part is valid until the next one is asked for.
 
-        Raises `CorruptPage` when a page on NVMe cannot be read back; the step must then be given up.
+        Raises `CorruptPage` when a page on NVMe is not there whole, `TierUnavailable` when the device fails to read it,
+        `DeadlineExceeded` when it does not answer; the step must then be given up.
         """
         return self._context.parts(layer)
 
@@ -439,8 +486,11 @@ class _Budgets:
     host_bytes: int
     nvme_dir: Path | None
     nvme_bytes: int
+    nvme_min_free_bytes: int
+    nvme_write_bytes_per_day: int | None
     device: str
     metadata_bytes: int | None
+    progress: Progress | None
 
     @classmethod
     def checked(
@@ -450,8 +500,11 @@ class _Budgets:
         host_bytes: int,
         nvme_dir: str | os.PathLike[str] | None,
         nvme_bytes: int | None,
+        nvme_min_free_bytes: int,
+        nvme_write_bytes_per_day: int | None,
         device: str,
         metadata_bytes: int | None,
+        progress: Progress | None,
     ) -> "_Budgets":
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes}
         if (nvme_dir is None) != (nvme_bytes is None):
@@ -465,8 +518,25 @@ class _Budgets:
         check_metadata_bytes(metadata_bytes, page_size=layout.page_size, num_tiers=num_tiers)
         if nvme_dir is not None and not os.fspath(nvme_dir):
             raise BadRequest("nvme_dir", "is empty; name a directory, or None for no NVMe tier")
+        if type(nvme_min_free_bytes) is not int or nvme_min_free_bytes < 0:
+            raise BadRequest("nvme_min_free_bytes", f"{nvme_min_free_bytes!r} is not a number of bytes from 0 on")
+        if nvme_write_bytes_per_day is not None and (
+            type(nvme_write_bytes_per_day) is not int or nvme_write_bytes_per_day < layout.page_bytes
+        ):
+            problem = f"{nvme_write_bytes_per_day!r} is not a number of bytes from one page, {layout.page_bytes}, on"
+            raise BadRequest("nvme_write_bytes_per_day", problem)
         directory = Path(nvme_dir) if nvme_dir is not None else None
-        return cls(layout, device_bytes, host_bytes, directory, nvme_bytes or 0, device, metadata_bytes)
+        return cls(
+            layout, device_bytes, host_bytes, directory, nvme_bytes or 0, nvme_min_free_bytes,
+            nvme_write_bytes_per_day, device, metadata_bytes, progress,
+        )
+
+    def told(self, phase: str) -> Callable[[int, int], None]:
+        """The opener's `progress` for one phase."""
+        progress = self.progress
+        if progress is None:
+            return lambda _done, _total: None
+        return partial(progress, phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,9 +567,19 @@ async def _build(budgets: _Budgets) -> _Parts:
         # Last, because it alone leaves something behind: whatever else is refused, is refused before.
         nvme = None
         if budgets.nvme_dir is not None:
-            nvme = NvmeTier.open(budgets.nvme_dir, layout=layout, capacity_bytes=budgets.nvme_bytes, clock=clock)
+            nvme = NvmeTier.open(
+                budgets.nvme_dir,
+                layout=layout,
+                capacity_bytes=budgets.nvme_bytes,
+                min_free_bytes=budgets.nvme_min_free_bytes,
+                write_bytes_per_day=budgets.nvme_write_bytes_per_day,
+                clock=clock,
+                progress=budgets.told("nvme"),
+            )
             await opened(nvme)
             tiers[NVME] = nvme
-        cache = Cache(layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes)
+        cache = Cache(
+            layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes, progress=budgets.told("pages")
+        )
         stack.pop_all()
         return _Parts(cache, device, host, nvme)

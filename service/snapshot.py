@@ -4,7 +4,10 @@
 
     {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes", "counters": {NAME: count}}},
      "lanes": {"host->nvme": {"pages", "bytes", "failed", "cancelled", "queued_pages", "busy_s", "bandwidth"}},
-     "counters": {...}, "num_nodes", "num_leases", "metadata_bytes" (an estimate), "metadata_budget" (bytes or null)}
+     "counters": {...}, "num_nodes", "num_leases", "metadata_bytes" (an estimate), "metadata_budget" (bytes or null),
+     "durability": {"accepted", "durable"} (numbers of writes and frees on NVMe, or null),
+     "recovery": {"pages", "foreign_pages", "orphan_pages", "refused_pages", "namespaces", "nodes", "seconds"} (what
+     came back when the cache was opened)}
 
 with tiers fast to slow. `used_pages` counts every slot that is not free: pages of the tree, pages that requests are
 computing, and pages on their way in. `snapshot_of` adds `"format"`, `"time"` (seconds since 1970, UTC), `"layout"` and
@@ -54,6 +57,7 @@ def stats_of(cache: Cache) -> dict[str, Any]:
             "busy_s": stats.busy_s,
             "bandwidth": stats.bandwidth,
         }
+    durability = cache.durability
     return {
         "tiers": tiers,
         "lanes": lanes,
@@ -62,6 +66,8 @@ def stats_of(cache: Cache) -> dict[str, Any]:
         "num_leases": cache.tree.num_leases,
         "metadata_bytes": cache.tree.metadata_bytes,
         "metadata_budget": cache.tree.metadata_budget,
+        "durability": dataclasses.asdict(durability) if durability is not None else None,
+        "recovery": dataclasses.asdict(cache.recovered),
     }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hicache.errors import BadRequest, CorruptPage
+from hicache.errors import BadRequest, CorruptPage, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.sequence import PageRef, StepPlan
@@ -100,8 +100,8 @@ class ContextParts:
     def parts(self, layer: int) -> Iterator[PagedPart]:
         """Everything before the new tokens, for one layer. A part is valid until the next one is asked for.
 
-        Waits for NVMe reads. Raises `CorruptPage` when a page cannot be read back whole, `DeadlineExceeded` when the
-        device does not answer.
+        Waits for NVMe reads. Raises `CorruptPage` when a page is not there whole, `TierUnavailable` when the device
+        fails to read it, `DeadlineExceeded` when it does not answer.
         """
         if self._streamed:
             self._begin(layer, 0)
@@ -152,6 +152,9 @@ class ContextParts:
         outcomes = batch.ticket.wait(READ_TIMEOUT_S)
         batch.ticket = _Done(outcomes)
         for ref, outcome in zip(self._streamed[batch.first :], outcomes, strict=False):
+            if outcome is Outcome.ERROR:
+                # The page may well be there: no reason to forget it.
+                raise TierUnavailable(NVME, f"layer {batch.layer} of slot {ref.slot} could not be read")
             if outcome is not Outcome.OK:
                 raise CorruptPage(NVME, ref.slot, f"layer {batch.layer} could not be read back: {outcome.value}")
 

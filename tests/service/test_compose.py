@@ -16,6 +16,7 @@ from hicache.namespace import Namespace
 from hicache.service import compose
 from hicache.service.compose import HiCache, Sequence
 from hicache.tier import DEVICE, HOST, NVME, PageIdentity, PageWrite
+from hicache.writing import Flushed
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 3, 2, 2, 64, 16
 LAYOUT = KVLayout.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=KVDtype.FLOAT32, page_size=PAGE)
@@ -285,7 +286,7 @@ def test_steps_beyond_the_device_are_refused_and_the_cache_goes_on(tmp_path: Pat
             with pytest.raises(NoRoom), sequence.step(prompt(1, 200)):
                 pass
             model.run(sequence, prompt(1, 60), chunk=32)
-        assert cache.flush() == 0
+        assert cache.flush() == Flushed(num_held=0, is_durable=True)
         assert cache.match(MODEL, prompt(1, 60)).num_tokens == 0
 
 

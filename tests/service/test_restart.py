@@ -1,0 +1,145 @@
+"""The embedded cache over real restarts: closed, killed, opened with other budgets. Bytes are checked by attention."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hicache.errors import BadRequest, TierUnavailable
+from hicache.service.compose import HiCache
+from hicache.tier import NVME
+from hicache.writing import Flushed
+from tests.service.test_compose import LAYOUT, MODEL, PAGE, Model, assert_close, open_cache, prompt
+
+OTHER = replace(MODEL, tenant="another")
+
+
+def compute(cache: HiCache, document: int, length: int) -> int:
+    """Run a prompt and compare what its last step attends to; returns the tokens that were found."""
+    model, tokens = Model(), prompt(document, length)
+    with cache.sequence(MODEL, tokens) as sequence:
+        found = sequence.num_cached
+        outputs = model.run(sequence, tokens)
+    assert_close(outputs, model.expected(tokens, (len(tokens) - found - 1) % 64 + 1))
+    return found
+
+
+def test_a_restart_finds_what_was_persisted(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with open_cache(tmp_path) as cache:
+        assert cache.recovery.pages == 0
+        assert compute(cache, 1, 150) == 0
+        persisted = cache.persist(MODEL, prompt(1, 150))
+        assert persisted.num_tokens == 144
+        assert cache.durability is not None
+        assert cache.durability.durable >= persisted.number
+        assert cache.persist(OTHER, prompt(1, 150)).num_tokens == 0
+    with HiCache.open(
+        LAYOUT, device_bytes=16 * LAYOUT.page_bytes, host_bytes=32 * LAYOUT.page_bytes,
+        nvme_dir=tmp_path / "nvme", nvme_bytes=256 * 2 * 49152, progress=lambda *told: seen.append(told),
+    ) as cache:
+        assert cache.recovery.pages == 9
+        assert cache.stats()["recovery"]["pages"] == 9
+        assert cache.match(MODEL, prompt(1, 150)).by_tier == {NVME: 144}
+        assert compute(cache, 1, 150) == 144
+        assert ("pages", 9, 9) in seen
+
+
+def test_what_was_flushed_does_not_come_back(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        for document in (1, 2):
+            compute(cache, document, 100)
+            cache.persist(MODEL, prompt(document, 100))
+        assert cache.flush(MODEL) == Flushed(num_held=0, is_durable=True)
+        assert cache.match(MODEL, prompt(1, 100)).num_tokens == 0
+        compute(cache, 3, 100)
+        assert cache.persist(MODEL, prompt(3, 100)).num_tokens == 96
+    with open_cache(tmp_path) as cache:
+        assert cache.recovery.pages == 6
+        assert compute(cache, 1, 100) == 0
+        assert compute(cache, 3, 100) == 96
+
+
+def test_another_budget_keeps_what_fits(tmp_path: Path) -> None:
+    """Case C21: the smaller cap holds from the first moment, and what is left is right."""
+    with open_cache(tmp_path, nvme_pages=64) as cache:
+        for document in range(4):
+            compute(cache, document, 150)
+            assert cache.persist(MODEL, prompt(document, 150)).num_tokens == 144
+    with open_cache(tmp_path, nvme_pages=16) as cache:
+        tier = cache.stats()["tiers"]["nvme"]
+        assert tier["used_pages"] == cache.recovery.pages <= tier["capacity_pages"] <= 32
+        for document in range(4):
+            compute(cache, document, 150)
+    with open_cache(tmp_path, nvme_pages=64) as cache:
+        for document in range(4):
+            compute(cache, document, 150)
+
+
+def test_who_has_no_nvme_is_told(tmp_path: Path) -> None:
+    with open_cache(tmp_path, nvme_pages=None) as cache:
+        compute(cache, 1, 40)
+        with pytest.raises(TierUnavailable, match="survives"):
+            cache.persist(MODEL, prompt(1, 40))
+        assert cache.durability is None
+        assert cache.stats()["durability"] is None
+        assert cache.flush() == Flushed(0, is_durable=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("nvme_min_free_bytes", -1),
+        ("nvme_min_free_bytes", 1.5),
+        ("nvme_write_bytes_per_day", 0),
+        ("nvme_write_bytes_per_day", LAYOUT.page_bytes - 1),
+    ],
+)
+def test_budgets_out_of_bounds_are_refused_before_anything_is_made(tmp_path: Path, option: str, value: object) -> None:
+    with pytest.raises(BadRequest, match=option):
+        HiCache.open(
+            LAYOUT, device_bytes=1 << 20, host_bytes=1 << 20, nvme_dir=tmp_path / "nvme", nvme_bytes=1 << 30,
+            **{option: value},  # type: ignore[arg-type]  # what is wrong about it is the point
+        )
+    assert not (tmp_path / "nvme").exists()
+
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from tests.service.test_restart import compute, open_cache
+from tests.service.test_compose import MODEL, prompt
+number = int(sys.argv[2])
+with open_cache(Path(sys.argv[1])) as cache:
+    for document in range(100 * number, 100 * number + 100):
+        compute(cache, document, 100)
+        persisted = cache.persist(MODEL, prompt(document, 100))
+        print(json.dumps([document, persisted.num_tokens]), flush=True)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_was_durable(tmp_path: Path) -> None:
+    durable: dict[int, int] = {}
+    for number in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        with child:
+            for _ in range(4 + number):
+                document, num_tokens = json.loads(child.stdout.readline())
+                durable[document] = num_tokens
+            os.kill(child.pid, signal.SIGKILL)
+        with open_cache(tmp_path) as cache:
+            for document, num_tokens in durable.items():
+                assert num_tokens == 96
+                assert cache.match(MODEL, prompt(document, 100)).num_tokens == num_tokens
+            assert cache.recovery.orphan_pages == cache.recovery.foreign_pages == 0
+            # Beyond what was said there may be more; whatever it is, it is right.
+            for document in [*durable][-3:]:
+                assert compute(cache, document, 100) >= PAGE
