@@ -416,7 +416,7 @@ def test_a_file_of_another_user_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_manifest_becomes_visible_whole(tmp_path: Path) -> None:
-    """Written aside, synced, renamed, and in the end the directory synced: in this order."""
+    """The directory's own name synced; then written aside, synced, renamed; and in the end the directory synced."""
     calls: list[str] = []
 
     class Noting(FaultyFiles):
@@ -444,7 +444,8 @@ def test_the_manifest_becomes_visible_whole(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     open_and_close(directory, files=Noting())
     new = "hicache.manifest.new"
-    assert calls[:3] == [f"write {new}", f"sync {new}", f"rename {new} {MANIFEST}"]
+    assert calls[0] == f"sync {tmp_path}"
+    assert calls[1:4] == [f"write {new}", f"sync {new}", f"rename {new} {MANIFEST}"]
     assert calls[-1] == f"sync {directory}"
 
 

@@ -111,6 +111,7 @@ def open_directory(
         opened.recovered = nothing_recovered(opened.geometry)
         if manifest is not None:
             _recover(files, opened, manifest, inventory, progress)
+        _sync_name(files, path)
         fill(files, opened, health, inventory)
         return opened
     except BaseException as error:
@@ -140,6 +141,19 @@ def _exists_or_make(files: FileIO, path: str, tier: str, geometry: Geometry) -> 
             files.mkdir(path)
             return True
     return False
+
+
+def _sync_name(files: FileIO, path: str) -> None:
+    """Make the directory's own name durable; whoever made it may have been killed before. A directory around it that
+    may not be opened is somebody else's to sync."""
+    try:
+        fd = files.open(parent_of(path), OPEN_DIRECTORY)
+    except PermissionError:
+        return
+    try:
+        files.fsync(fd)
+    finally:
+        files.close(fd)
 
 
 def _check_owner(status: os.stat_result, path: str, tier: str) -> None:

@@ -213,6 +213,8 @@ def settle(
     last_page[page_slots] = page_at
     last_freed[freed_slots] = freed_at
     recorded = np.flatnonzero(last_page > last_freed)
+    # Oldest record first: within a checkpoint that is the order of the slots.
+    recorded = recorded[np.argsort(last_page[recorded], kind="stable")]
     rows = rows[last_row[recorded]]
 
     def keep(sound: npt.NDArray[np.bool_], reason: str) -> None:

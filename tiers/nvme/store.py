@@ -41,7 +41,7 @@ from hicache.tiers.nvme.budget import SpaceFloor, WriteBudget
 from hicache.tiers.nvme.commits import COMMIT_INTERVAL_S, Commits
 from hicache.tiers.nvme.directory import open_directory
 from hicache.tiers.nvme.filling import StoreDirectory, close_directory
-from hicache.tiers.nvme.findings import Counters, Finding, Operation
+from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.health import Health
@@ -226,7 +226,9 @@ class NvmeTier:
                 write_bytes_per_day=write_bytes_per_day,
                 recovery=recovery,
             )
-            if opened.is_resized:
+            # What a killed process appended last may be in the page cache alone, even after a sync that failed: it
+            # counts as durable only once it is in a log that this process has synced.
+            if opened.is_resized or not recovery.clean_stop:
                 tier._commits.write_log_now()
             tier._floor.look()
         except BaseException as error:
@@ -372,6 +374,12 @@ class NvmeTier:
     def generation(self, slot: int) -> int:
         """How often the slot has been freed, from 0. Raises `BadRequest` for a slot that does not exist."""
         return self._pool.generation(slot)
+
+    def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        """What a `read` would say now as far as memory knows, without reading: `OK`, `STALE` or `NOT_FOUND`. Raises
+        `BadRequest` for a slot that does not exist."""
+        problem = self._problem(slot, generation, identity)
+        return Outcome.OK if problem is None else OUTCOMES[problem]
 
     # ---- pages
 
