@@ -220,12 +220,18 @@ def _unknown_version(directory: StoreDirectory, tier: str, version: int | None) 
 
 def _check_shape(directory: StoreDirectory, tier: str, manifest: Manifest, shape: PageShape) -> None:
     there = manifest.geometry.shape
-    if there != shape:
+    if (there.page_size, there.layer_bytes) != (shape.page_size, shape.layer_bytes):
         raise TierUnavailable(
             tier,
             f"{directory.path}: holds pages of {there.page_size} tokens, {there.num_layers} layers and "
             f"{there.page_bytes} bytes, not of {shape.page_size} tokens, {shape.num_layers} layers and "
             f"{shape.page_bytes} bytes; nothing was altered",
+        )
+    if there.coding != shape.coding:
+        raise TierUnavailable(
+            tier,
+            f"{directory.path}: holds pages with codec {there.codec_text!r} in {there.room_bytes} bytes, not with "
+            f"{shape.codec_text!r} in {shape.room_bytes} bytes; nothing was altered",
         )
 
 

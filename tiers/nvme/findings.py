@@ -34,6 +34,10 @@ class Finding(Enum):
     """The file ends inside the page."""
     DEVICE_ERROR = "device_error"
     """The device failed, with an errno."""
+    INCOMPRESSIBLE = "incompressible"
+    """The codec does not make the page short enough for its slot, or cannot represent it."""
+    LOSSY_REFUSED = "lossy_refused"
+    """The tier's codec is lossy, and the page's namespace does not name it."""
     CLOSED = "closed"
     """The tier was closed, or the system gives it no thread."""
     BUG = "bug"
@@ -52,6 +56,8 @@ OUTCOMES: Final[Mapping[Finding, Outcome]] = {
     Finding.BAD_PAYLOAD: Outcome.CORRUPT,
     Finding.SHORT: Outcome.CORRUPT,
     Finding.DEVICE_ERROR: Outcome.ERROR,
+    Finding.INCOMPRESSIBLE: Outcome.ERROR,
+    Finding.LOSSY_REFUSED: Outcome.ERROR,
     Finding.CLOSED: Outcome.ERROR,
     Finding.BUG: Outcome.ERROR,
 }

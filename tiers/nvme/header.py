@@ -11,7 +11,15 @@ from typing import Final
 from crc32c import crc32c
 
 from hicache.tier import PageIdentity
-from hicache.tiers.nvme.geometry import BLOCK, CRC_BYTES, PAGE_HEADER_FIXED_BYTES, SEGMENT_HEADER_BYTES, PageShape
+from hicache.tiers.codecs.registry import CODEC_IDS, NONE_ID
+from hicache.tiers.nvme.geometry import (
+    BLOCK,
+    CRC_BYTES,
+    PAGE_HEADER_FIXED_BYTES,
+    SEGMENT_HEADER_BYTES,
+    WORD_BYTES,
+    PageShape,
+)
 
 FORMAT_VERSION: Final = 2
 """Counts changes of anything in `tiers/FORMAT.md`. A directory of an unknown version is refused and left as it is."""
@@ -19,8 +27,6 @@ FORGETFUL_VERSION: Final = 1
 """The version without a journal: it promised nothing after a restart, so its directories are taken over."""
 PAGE_MAGIC: Final = b"HICPAGE\0"
 SEGMENT_MAGIC: Final = b"HICSEGM\0"
-CODEC_NONE: Final = 0
-"""The payload is the page's bytes as they are: the only codec of this version."""
 DIGEST_BYTES: Final = 32
 STORE_ID_BYTES: Final = 16
 
@@ -66,14 +72,24 @@ class PageHeader:
     identity: PageIdentity
     payload_bytes: int
     layer_sums: tuple[int, ...]
-    """Running CRC32C at the end of each layer (`layer_checksums`)."""
+    """Running CRC32C at the end of each layer (`layer_checksums`), of the bytes as they are stored."""
     sequence: int = 0
     """The last change of the store that was accepted before this page was written; its own record has a higher
     number."""
 
+    codec: int = NONE_ID
+    """Number of the codec of the payload."""
+    layer_ends: tuple[int, ...] = ()
+    """Where each layer ends in the payload; empty without a codec: as the layers of the page do."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the payload as it is stored."""
+        return self.layer_ends[-1] if self.layer_ends else self.payload_bytes
+
     @property
     def payload_sum(self) -> int:
-        """CRC32C of the whole payload."""
+        """CRC32C of the whole payload as it is stored."""
         return self.layer_sums[-1]
 
 
@@ -81,15 +97,16 @@ def encode_page_header(header: PageHeader, into: memoryview) -> None:
     """Write the header over `into`, whose length, whole blocks, is the header's."""
     num_tokens, num_layers = len(header.identity.tokens) // 4, len(header.layer_sums)
     _PAGE.pack_into(
-        into, 0, PAGE_MAGIC, FORMAT_VERSION, len(into) // BLOCK, CODEC_NONE, 0,
+        into, 0, PAGE_MAGIC, FORMAT_VERSION, len(into) // BLOCK, header.codec, 0,
         header.store, header.segment, header.slot, header.generation, header.sequence,
-        header.payload_bytes, header.payload_bytes, num_tokens, num_layers,
+        header.payload_bytes, header.stored_bytes, num_tokens, num_layers,
         header.identity.namespace, header.identity.prefix, _RESERVED,
     )  # fmt: skip
     sums_at = _PAGE.size + 4 * num_tokens
-    rest_at, crc_at = sums_at + CRC_BYTES * num_layers, len(into) - CRC_BYTES
+    words = header.layer_sums + header.layer_ends
+    rest_at, crc_at = sums_at + WORD_BYTES * len(words), len(into) - CRC_BYTES
     into[_PAGE.size : sums_at] = header.identity.tokens
-    struct.pack_into(f"<{num_layers}I", into, sums_at, *header.layer_sums)
+    struct.pack_into(f"<{len(words)}I", into, sums_at, *words)
     into[rest_at:crc_at] = bytes(crc_at - rest_at)
     _CRC.pack_into(into, crc_at, checksum(into[:crc_at]))
 
@@ -107,17 +124,20 @@ def decode_page_header(block: memoryview) -> PageHeader | None:
         num_tokens, num_layers, namespace, prefix, reserved,
     ) = _PAGE.unpack_from(block)  # fmt: skip
     sums_at = _PAGE.size + 4 * num_tokens
+    num_words = num_layers if codec == NONE_ID else 2 * num_layers
     if (
         (magic, version, blocks * BLOCK) != (PAGE_MAGIC, FORMAT_VERSION, len(block))
-        or (codec, part, reserved) != (CODEC_NONE, 0, _RESERVED)
-        or stored_bytes != payload_bytes
+        or (part, reserved) != (0, _RESERVED)
+        or codec not in CODEC_IDS.values()
         or num_layers < 1
-        or sums_at + CRC_BYTES * num_layers > crc_at
+        or sums_at + WORD_BYTES * num_words > crc_at
     ):
         return None
     identity = PageIdentity(namespace, prefix, bytes(block[_PAGE.size : sums_at]))
-    sums = struct.unpack_from(f"<{num_layers}I", block, sums_at)
-    return PageHeader(store, segment, slot, generation, identity, payload_bytes, sums, sequence)
+    words = struct.unpack_from(f"<{num_words}I", block, sums_at)
+    sums, ends = words[:num_layers], words[num_layers:]
+    header = PageHeader(store, segment, slot, generation, identity, payload_bytes, sums, sequence, codec, ends)
+    return header if header.stored_bytes == stored_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Which page lies in which slot: in memory, from what this process wrote itself and what recovery found.
 
-Flat arrays of fixed width, `12 + 64 + 4 * page_size + 4 * num_layers` bytes a slot (0.07 % of a page of 16 tokens and
+Flat arrays of fixed width, `12 + 64 + 4 * page_size + 4 * num_words` bytes a slot (0.07 % of a page of 16 tokens and
 30 layers), touched only where slots were used. Layer checksums are kept so that one layer can be read and verified
 without its page's header; identities, so that this is true of whose layer it is, too.
 
@@ -8,7 +8,6 @@ The event loop alone changes it. Other threads may look slots up that a lease of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,42 +15,34 @@ import numpy.typing as npt
 
 from hicache.tier import PageIdentity, Slots
 from hicache.tiers.nvme.geometry import PageShape
-from hicache.tiers.nvme.header import CODEC_NONE, DIGEST_BYTES
+from hicache.tiers.nvme.header import DIGEST_BYTES
+from hicache.tiers.nvme.payload import StoredLayer
 from hicache.tiers.nvme.records import Rows, row_dtype
 
 NOTHING: Final = -1
 """Generation of a slot that holds no page."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSums:
-    """What one layer of a page must add up to."""
-
-    before: int
-    """Running CRC32C of the layers before it."""
-    after: int
-    """Running CRC32C with it."""
-
-
 class Index:
     """See the module's docstring."""
 
     def __init__(self, shape: PageShape, num_slots: int) -> None:
-        self._shape = shape
+        self.shape = shape
         self._generations = np.full(num_slots, NOTHING, np.int64)
         """Generation whose page lies in the slot, written whole."""
         self._namespaces = np.zeros(num_slots, np.uint32)
         """Number of the page's namespace (`Namespaces`)."""
         self._identities = np.zeros((num_slots, 64 + shape.token_bytes), np.uint8)
-        self._sums = np.zeros((num_slots, shape.num_layers), np.uint32)
+        self._words = np.zeros((num_slots, shape.num_words), np.uint32)
+        """Checksums at the ends of the page's layers and, where pages are encoded, where these ends are."""
 
     def record(
-        self, slot: int, generation: int, namespace: int, identity: PageIdentity, layer_sums: tuple[int, ...]
+        self, slot: int, generation: int, namespace: int, identity: PageIdentity, words: tuple[int, ...]
     ) -> None:
         """The page was written whole. `namespace` is the number of its namespace."""
         self._namespaces[slot] = namespace
         self._identities[slot] = np.frombuffer(_packed(identity), np.uint8)
-        self._sums[slot] = layer_sums
+        self._words[slot] = words
         self._generations[slot] = generation
 
     def forget(self, slots: Slots | int) -> None:
@@ -85,15 +76,15 @@ class Index:
 
     def rows(self, slots: npt.NDArray[np.int64]) -> Rows:
         """The pages in the slots, as records hold them. Every slot holds one."""
-        rows = np.zeros(slots.size, row_dtype(self._shape))
+        rows = np.zeros(slots.size, row_dtype(self.shape))
         rows["slot"] = slots
         rows["namespace"] = self._namespaces[slots]
         rows["generation"] = self._generations[slots]
-        rows["codec"] = CODEC_NONE
-        rows["stored_bytes"] = self._shape.page_bytes
+        rows["codec"] = self.shape.codec_id
+        rows["stored_bytes"] = self._words[slots, -1] if self.shape.coding is not None else self.shape.page_bytes
         rows["prefix"] = self._identities[slots, DIGEST_BYTES : 2 * DIGEST_BYTES]
         rows["tokens"] = np.ascontiguousarray(self._identities[slots, 2 * DIGEST_BYTES :]).view("<i4")
-        rows["sums"] = self._sums[slots]
+        rows["words"] = self._words[slots]
         return rows
 
     def restore(self, rows: Rows, digests: npt.NDArray[np.uint8]) -> None:
@@ -103,8 +94,8 @@ class Index:
         self._identities[slots, :DIGEST_BYTES] = digests
         self._identities[slots, DIGEST_BYTES : 2 * DIGEST_BYTES] = rows["prefix"]
         tokens = np.ascontiguousarray(rows["tokens"]).view(np.uint8)
-        self._identities[slots, 2 * DIGEST_BYTES :] = tokens.reshape(slots.size, self._shape.token_bytes)
-        self._sums[slots] = rows["sums"]
+        self._identities[slots, 2 * DIGEST_BYTES :] = tokens.reshape(slots.size, self.shape.token_bytes)
+        self._words[slots] = rows["words"]
         self._generations[slots] = rows["generation"]
 
     def is_page(self, slot: int, identity: PageIdentity) -> bool:
@@ -113,12 +104,21 @@ class Index:
         return stored == _packed(identity)
 
     def payload_sum(self, slot: int) -> int:
-        """CRC32C of the page in the slot."""
-        return int(self._sums[slot, -1])
+        """CRC32C of the page in the slot, as it is stored."""
+        return int(self._words[slot, self.shape.num_layers - 1])
 
-    def layer_sums(self, slot: int, layer: int) -> LayerSums:
-        """Checksums around one layer of the page in the slot."""
-        return LayerSums(int(self._sums[slot, layer - 1]) if layer else 0, int(self._sums[slot, layer]))
+    def layer_ends(self, slot: int) -> tuple[int, ...]:
+        """Where the layers of the page in the slot end in its payload; empty where pages lie as they are."""
+        return tuple(self._words[slot, self.shape.num_layers :].tolist()) if self.shape.coding is not None else ()
+
+    def stored_layer(self, slot: int, layer: int) -> StoredLayer:
+        """Where one layer of the page in the slot lies in its payload, and the checksums around it."""
+        words, num_layers = self._words[slot], self.shape.num_layers
+        if self.shape.coding is None:
+            start, stop = self.shape.layer_ranges[layer]
+        else:
+            start, stop = int(words[num_layers + layer - 1]) if layer else 0, int(words[num_layers + layer])
+        return StoredLayer(start, stop, int(words[layer - 1]) if layer else 0, int(words[layer]))
 
 
 def _packed(identity: PageIdentity) -> bytes:

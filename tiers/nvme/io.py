@@ -239,7 +239,8 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 
 
 class Scratch:
-    """Aligned memory of one lane thread: page headers and last blocks of a run, and one page for unaligned buffers."""
+    """Aligned memory of one lane thread: page headers, last blocks and encoded pages of a run, and one page for buffers
+    that are not aligned. Takes memory only where it is used."""
 
     def __init__(self, shape: PageShape, max_run_pages: int) -> None:
         header_bytes = shape.header_bytes
@@ -247,4 +248,6 @@ class Scratch:
         tails = aligned_buffer(BLOCK * max_run_pages)
         self.headers = [headers[start : start + header_bytes] for start in range(0, len(headers), header_bytes)]
         self.tails = [tails[start : start + BLOCK] for start in range(0, len(tails), BLOCK)]
-        self.page = aligned_buffer(round_up(shape.page_bytes))
+        self.page = aligned_buffer(round_up(max(shape.page_bytes, shape.room_bytes)))
+        room_bytes = 0 if shape.coding is None else round_up(shape.room_bytes)
+        self.encoded = [aligned_buffer(room_bytes) for _ in range(max_run_pages if room_bytes else 0)]

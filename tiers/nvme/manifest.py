@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache.errors import BadRequest
-from hicache.tiers.nvme.geometry import MAX_SEGMENTS, Geometry, PageShape
+from hicache.tiers.codecs.registry import NONE
+from hicache.tiers.nvme.geometry import MAX_SEGMENTS, Coding, Geometry, PageShape
 from hicache.tiers.nvme.header import FORMAT_VERSION, STORE_ID_BYTES, checksum
 
 MANIFEST_NAME: Final = "hicache-nvme"
@@ -42,6 +43,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "slots_per_segment": geometry.slots_per_segment,
         "num_slots": geometry.num_slots,
         "layer_bytes": list(shape.layer_bytes),
+        "codec": shape.codec_text,
+        "stored_bytes": shape.room_bytes,
         "segments": list(manifest.segments),
     }
     text = f"{MANIFEST_NAME} {FORMAT_VERSION}\n{json.dumps(body, separators=(',', ':'))}\n".encode()
@@ -64,7 +67,9 @@ def decode_manifest(data: bytes) -> Manifest | None:
         return None
     try:
         body = json.loads(data.split(b"\n")[1])
-        shape = PageShape(tuple(body["layer_bytes"]), body["page_size"])
+        codec, stored_bytes = body["codec"], body["stored_bytes"]
+        coding = None if codec == NONE else Coding.parse(codec, stored_bytes)
+        shape = PageShape(tuple(body["layer_bytes"]), body["page_size"], coding)
         geometry = Geometry(shape, body["slots_per_segment"], body["num_slots"])
         manifest = Manifest(bytes.fromhex(body["store"]), geometry, tuple(body["segments"]))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, BadRequest):
@@ -74,7 +79,9 @@ def decode_manifest(data: bytes) -> Manifest | None:
 
 def _is_sound(manifest: Manifest) -> bool:
     geometry, numbers = manifest.geometry, manifest.segments
-    counts = (*geometry.shape.layer_bytes, geometry.shape.page_size, geometry.slots_per_segment, geometry.num_slots)
+    shape = geometry.shape
+    sizes = (shape.page_size, shape.room_bytes, geometry.slots_per_segment, geometry.num_slots)
+    counts = (*shape.layer_bytes, *sizes)
     return (
         all(type(number) is int for number in (*counts, *numbers))
         and len(manifest.store) == STORE_ID_BYTES

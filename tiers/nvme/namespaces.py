@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable
 
 from hicache.errors import BadRequest, NoRoom
-from hicache.namespace import MAX_RECORD_BYTES
+from hicache.namespace import MAX_RECORD_BYTES, Namespace
 from hicache.tiers.nvme.header import DIGEST_BYTES
-from hicache.tiers.nvme.records import Record, namespace_record
+from hicache.tiers.nvme.records import Record, decode_namespace, namespace_record
 
 
 class Namespaces:
@@ -22,6 +22,8 @@ class Namespaces:
         self._numbers: dict[bytes, int] = {}
         self._records: dict[bytes, Record] = {}
         """By digest, in the order of the last `remember`."""
+        self._codecs: dict[bytes, str | None] = {}
+        """What `codec_of` found out, of namespaces whose record is kept."""
         self._num_bytes = 0
         self._next = 0
 
@@ -66,6 +68,15 @@ class Namespaces:
         self._num_bytes += kept.num_bytes
         return True
 
+    def codec_of(self, digest: bytes) -> str | None:
+        """The lossy codec that the namespace's pages may pass through, empty for none; None when no record was given
+        that has this digest."""
+        if (kept := self._records.get(digest)) is None:
+            return None
+        if digest not in self._codecs:
+            self._codecs[digest] = _codec_in(kept, digest)
+        return self._codecs[digest]
+
     def records(self, numbers: Iterable[int]) -> dict[int, Record]:
         """What a log must hold before it holds pages of these namespaces, by number; nothing for records never
         given."""
@@ -87,6 +98,17 @@ class Namespaces:
                 return
             if self._numbers[digest] not in in_use:
                 dropped = self._records.pop(digest)
+                self._codecs.pop(digest, None)
                 del self._numbers[digest]
                 self._num_bytes -= dropped.num_bytes
                 num_bytes -= dropped.num_bytes
+
+
+def _codec_in(kept: Record, digest: bytes) -> str | None:
+    decoded = decode_namespace(memoryview(kept.body))
+    assert decoded is not None, "a record of ours cannot be read"
+    try:
+        namespace = Namespace.decode(decoded[2])
+    except BadRequest:
+        return None
+    return namespace.codec if namespace.digest == digest else None

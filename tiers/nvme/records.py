@@ -71,7 +71,7 @@ def row_dtype(shape: PageShape) -> np.dtype[np.void]:
         ("stored_bytes", "<u4"),
         ("prefix", "u1", (DIGEST_BYTES,)),
         ("tokens", "<i4", (shape.page_size,)),
-        ("sums", "<u4", (shape.num_layers,)),
+        ("words", "<u4", (shape.num_words,)),
     ])  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hicache.tier import RecoveredRun, chain_digest
 from hicache.tiers.nvme.geometry import Geometry
-from hicache.tiers.nvme.header import CODEC_NONE, DIGEST_BYTES
+from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.io import FileIO
 from hicache.tiers.nvme.reading import LogContents, read_log
 from hicache.tiers.nvme.records import FREED_DTYPE, Rows, row_dtype
@@ -223,8 +223,10 @@ def settle(
         rows = rows[sound]
 
     keep(rows["generation"] == generations[rows["slot"]], "older_generation")
-    keep((rows["codec"] == CODEC_NONE) & (rows["zero"] == 0), "unknown_codec")
-    keep(rows["stored_bytes"] == geometry.shape.page_bytes, "wrong_length")
+    shape = geometry.shape
+    keep((rows["codec"] == shape.codec_id) & (rows["zero"] == 0), "unknown_codec")
+    stored = rows["words"][:, -1] if shape.coding is not None else np.full(rows.size, shape.page_bytes)
+    keep((rows["stored_bytes"] == stored) & (stored <= shape.room_bytes), "wrong_length")
     keep(np.asarray((rows["tokens"] >= 0).all(axis=1)), "no_tokens")
     keep(np.isin(rows["namespace"], np.array(sorted(contents.namespaces), np.uint32)), "unknown_namespace")
     ordinals, indices = np.divmod(rows["slot"].astype(np.int64), geometry.slots_per_segment)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from hicache.errors import DeadlineExceeded, TierUnavailable
-from hicache.tier import LayerRead, Outcome, PageRead, PageWrite
+from hicache.tier import LayerRead, Outcome, PageIdentity, PageRead, PageWrite
 from hicache.tiers.nvme.budget import SpaceFloor
 from hicache.tiers.nvme.commits import Commits
 from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
@@ -18,7 +18,7 @@ from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import Scratch
 from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.namespaces import Namespaces
-from hicache.tiers.nvme.segment import LayerGet, PageGet, PagePut, SegmentFile
+from hicache.tiers.nvme.segment import LayerGet, PageGet, PagePut, SegmentFile, Written
 from hicache.tiers.slots import SlotPool
 
 
@@ -35,6 +35,13 @@ class Keeper:
         self._writing: set[int] = set()
         self._write_landed: list[asyncio.Future[None]] = []
         self._is_closed = False
+
+    def takes(self, identity: PageIdentity) -> bool:
+        """Whether the page may pass through the store's codec: a lossy one must be part of the page's namespace."""
+        coding = self.index.shape.coding
+        return coding is None or coding.codec.lossless or (
+            self._namespaces.codec_of(identity.namespace) == coding.codec.name
+        )
 
     def is_current(self, slot: int, generation: int) -> bool:
         """Whether the slot is handed out in that life."""
@@ -71,21 +78,19 @@ class Keeper:
         """A write into the slot begins."""
         self._writing.add(slot)
 
-    def written(
-        self, page: PageWrite, finding: Finding, layer_sums: tuple[int, ...], *, is_lost: bool
-    ) -> Finding:
+    def written(self, page: PageWrite, written: Written, *, is_lost: bool) -> Finding:
         """A write landed: serve the page if it went well and the slot is still the same. `is_lost`: a flush of its
         segment failed meanwhile, and may have been one of these bytes."""
         self._writing.discard(page.slot)
         if not self.is_current(page.slot, page.generation):
             return Finding.FREED
-        if finding is Finding.OK and is_lost:
+        if written.finding is Finding.OK and is_lost:
             return Finding.DEVICE_ERROR
-        if finding is Finding.OK:
+        if written.finding is Finding.OK:
             number = self._namespaces.number_of(page.identity.namespace)
-            self.index.record(page.slot, page.generation, number, page.identity, layer_sums)
+            self.index.record(page.slot, page.generation, number, page.identity, written.words)
             self.commits.wrote(page.slot)
-        return finding
+        return written.finding
 
     def wake_writers(self) -> None:
         """Have those look again who wait for a slot's turn."""
@@ -162,16 +167,16 @@ class WriteRun:
             PagePut(first + offset, page.generation, page.identity, data, sequence)
             for offset, (_, page, data) in enumerate(puts)
         ]
-        self._written: list[tuple[Finding, tuple[int, ...]]] = []
+        self._written: list[Written] = []
 
     def run(self, scratch: Scratch) -> None:
         self._written = self._segment.write_pages(self._puts, scratch)
 
     def land(self, error: Exception | None) -> None:
-        written = self._written if error is None else [(Finding.BUG, ())] * len(self._puts)
+        written = self._written if error is None else [Written(Finding.BUG)] * len(self._puts)
         is_lost = self._keeper.commits.failures(self._ordinal) != self._failures
-        for (place, page), (finding, layer_sums) in zip(self._pages, written, strict=True):
-            finding = self._keeper.written(page, finding, layer_sums, is_lost=is_lost)
+        for (place, page), each in zip(self._pages, written, strict=True):
+            finding = self._keeper.written(page, each, is_lost=is_lost)
             self._batch.found(place, finding, page.data.nbytes)
         self._keeper.wake_writers()
         self._batch.run_landed()
@@ -193,7 +198,10 @@ class ReadRun:
         self._segment = segment
         self._pages = [(place, page) for place, page, _ in gets]
         self._gets = [
-            PageGet(first + offset, page.generation, page.identity, keeper.index.payload_sum(page.slot), into)
+            PageGet(
+                first + offset, page.generation, page.identity, keeper.index.payload_sum(page.slot),
+                keeper.index.layer_ends(page.slot), into,
+            )
             for offset, (_, page, into) in enumerate(gets)
         ]
         self._findings: list[Finding] = []

@@ -1,15 +1,13 @@
 """One segment file: pages and layers in and out of its slots, verified. Every call blocks; lane threads make them.
 
 Neighbouring slots are one contiguous range of the file, so a run of them is one system call over
-[header, payload, header, payload, ...], with payloads straight from and into the callers' buffers where those begin at
-a multiple of 4,096. When a run fails, its pages are tried one by one, so that a bad page leaves the others alone.
+[header, payload, header, payload, ...]. `payload` says how payloads lie in their slots. When a run fails, its pages are
+tried one by one, so that a bad page leaves the others alone.
 """
 
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from hicache.tier import PageIdentity
 from hicache.tiers.nvme.findings import Finding
@@ -21,11 +19,10 @@ from hicache.tiers.nvme.header import (
     decode_page_header,
     encode_page_header,
     encode_segment_header,
-    layer_checksums,
 )
 from hicache.tiers.nvme.health import Health, Kind
-from hicache.tiers.nvme.index import LayerSums
-from hicache.tiers.nvme.io import FileIO, Scratch, is_aligned, read_fully, write_fully
+from hicache.tiers.nvme.io import FileIO, Scratch, read_fully, write_fully
+from hicache.tiers.nvme.payload import StoredLayer, payloads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +39,16 @@ class PagePut:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a page that was to be written."""
+
+    finding: Finding
+    words: tuple[int, ...] = ()
+    """What the index keeps of its layers, `PageShape.num_words`: running CRC32C of the stored bytes at the end of each
+    layer and, where pages are encoded, where these ends are."""
+
+
+@dataclass(frozen=True, slots=True)
 class PageGet:
     """A page to read from slot `index` of the segment."""
 
@@ -49,7 +56,9 @@ class PageGet:
     generation: int
     identity: PageIdentity
     payload_sum: int
-    """CRC32C of the page when it was written."""
+    """CRC32C of the page's stored bytes when it was written."""
+    ends: Sequence[int]
+    """Where its layers end in them; empty where pages lie as they are."""
     into: memoryview
     """`page_bytes`, flat, writable."""
 
@@ -60,7 +69,7 @@ class LayerGet:
 
     index: int
     layer: int
-    sums: LayerSums
+    stored: StoredLayer
     into: memoryview
     """The layer's bytes, flat, writable."""
 
@@ -88,7 +97,7 @@ class SegmentFile:
         self._store = store
         self._geometry = geometry
         self._shape = geometry.shape
-        self._direct = direct
+        self._payloads = payloads_of(geometry.shape, direct=direct)
         self._health = health
 
     def write_header(self, scratch: memoryview) -> None:
@@ -115,41 +124,49 @@ class SegmentFile:
 
     # ---- pages
 
-    def write_pages(self, puts: Sequence[PagePut], scratch: Scratch) -> list[tuple[Finding, tuple[int, ...]]]:
-        """Write a run of neighbouring slots. For each page what became of it, and its layer checksums."""
-        if len(puts) > 1 and not all(self._reaches(put.data) for put in puts):
+    def write_pages(self, puts: Sequence[PagePut], scratch: Scratch) -> list[Written]:
+        """Write a run of neighbouring slots. For each page what became of it."""
+        if len(puts) > 1 and not self._payloads.can_join([put.data for put in puts]):
             return self._one_by_one(puts, scratch)
-        buffers, sums = [], []
+        buffers, written = [], []
         for position, put in enumerate(puts):
-            sums.append(layer_checksums(put.data, self._shape))
+            payload = self._payloads.outgoing(put.data, position, scratch, is_last=position + 1 == len(puts))
+            if payload is None:
+                return self._one_by_one(puts, scratch) if len(puts) > 1 else [Written(Finding.INCOMPRESSIBLE)]
             header = PageHeader(
-                self._store, self.number, put.index, put.generation, put.identity, self._shape.page_bytes, sums[-1],
-                put.sequence,
+                self._store, self.number, put.index, put.generation, put.identity, self._shape.page_bytes,
+                payload.sums, put.sequence, self._shape.codec_id, payload.ends,
             )  # fmt: skip
             encode_page_header(header, scratch.headers[position])
             buffers.append(scratch.headers[position])
-            buffers += self._payload_out(put.data, position, scratch)
+            buffers += payload.buffers
+            written.append(Written(Finding.OK, payload.sums + payload.ends))
         try:
             write_fully(self._files, self.fd, buffers, self._geometry.slot_offset(puts[0].index))
         except OSError as error:
             if len(puts) > 1:
                 return self._one_by_one(puts, scratch)
             self._health.failed(Kind.WRITE, error)
-            return [(Finding.DEVICE_ERROR, ())]
+            return [Written(Finding.DEVICE_ERROR)]
         self._health.succeeded(Kind.WRITE)
-        return [(Finding.OK, each) for each in sums]
+        return written
 
-    def _one_by_one(self, puts: Sequence[PagePut], scratch: Scratch) -> list[tuple[Finding, tuple[int, ...]]]:
+    def _one_by_one(self, puts: Sequence[PagePut], scratch: Scratch) -> list[Written]:
         return [written for put in puts for written in self.write_pages([put], scratch)]
 
     def read_pages(self, gets: Sequence[PageGet], scratch: Scratch) -> list[Finding]:
         """Read a run of neighbouring slots and verify each page. Only buffers of pages that are OK hold something."""
-        if len(gets) > 1 and not all(self._reaches(get.into) for get in gets):
+        if len(gets) > 1 and not self._payloads.can_join([get.into for get in gets]):
             return [finding for get in gets for finding in self.read_pages([get], scratch)]
-        buffers = []
+        buffers: list[memoryview] = []
+        stops = []
         for position, get in enumerate(gets):
+            blocks = self._payloads.incoming(
+                get.into, get.ends, position, scratch, is_last=position + 1 == len(gets)
+            )
+            stops.append(position * self._shape.slot_bytes + self._shape.header_bytes + sum(map(len, blocks)))
             buffers.append(scratch.headers[position])
-            buffers += self._payload_in(get.into, position, scratch)
+            buffers += blocks
         try:
             reached = read_fully(self._files, self.fd, buffers, self._geometry.slot_offset(gets[0].index))
         except OSError as error:
@@ -160,17 +177,14 @@ class SegmentFile:
         self._health.succeeded(Kind.READ)
         findings = []
         for position, get in enumerate(gets):
-            if reached < (position + 1) * self._shape.slot_bytes:
-                findings.append(Finding.SHORT)
-            else:
-                self._complete(get.into, position, scratch)
-                findings.append(self._verify(get, scratch.headers[position]))
+            findings.append(self._verify(get, position, scratch) if reached >= stops[position] else Finding.SHORT)
         return findings
 
-    def _verify(self, get: PageGet, block: memoryview) -> Finding:
-        header = decode_page_header(block)
+    def _verify(self, get: PageGet, position: int, scratch: Scratch) -> Finding:
+        header = decode_page_header(scratch.headers[position])
         if (
             header is None
+            or header.codec != self._shape.codec_id
             or header.payload_bytes != self._shape.page_bytes
             or len(header.layer_sums) != self._shape.num_layers
         ):
@@ -181,19 +195,19 @@ class SegmentFile:
             return Finding.OLDER_LIFE
         if header.identity != get.identity:
             return Finding.OTHER_PAGE
-        if header.payload_sum != get.payload_sum:
+        if header.payload_sum != get.payload_sum or header.layer_ends != tuple(get.ends):
             return Finding.OTHER_PAYLOAD
-        if checksum(get.into) != header.payload_sum:
-            return Finding.BAD_PAYLOAD
-        return Finding.OK
+        return self._payloads.complete(get.into, get.payload_sum, get.ends, position, scratch)
 
     # ---- layers
 
     def read_layer(self, get: LayerGet, scratch: Scratch) -> Finding:
         """Read one layer of a page and verify it by the checksums that the index keeps."""
-        start, stop = self._shape.layer_ranges[get.layer]
+        start, stop = get.stored.start, get.stored.stop
+        if not 0 <= start <= stop <= self._shape.room_bytes:
+            return Finding.BAD_PAYLOAD
         payload_at = self._geometry.slot_offset(get.index) + self._shape.header_bytes
-        in_place = not self._direct or (start % BLOCK == stop % BLOCK == 0 and is_aligned(get.into))
+        in_place = self._payloads.layer_in_place(get.stored, get.into)
         # Around an odd layer whole blocks are read: from the block in which it begins to that in which it ends.
         first = start if in_place else start // BLOCK * BLOCK
         buffer = get.into if in_place else scratch.page[: round_up(stop) - first]
@@ -205,55 +219,12 @@ class SegmentFile:
         self._health.succeeded(Kind.READ)
         if reached < stop - first:
             return Finding.SHORT
-        layer = buffer[start - first : stop - first]
-        if checksum(layer, get.sums.before) != get.sums.after:
+        stored = buffer[start - first : stop - first]
+        if checksum(stored, get.stored.before) != get.stored.after:
             return Finding.BAD_PAYLOAD
-        if not in_place:
-            get.into[:] = layer
+        if not in_place and not self._payloads.complete_layer(get.layer, stored, get.into):
+            return Finding.BAD_PAYLOAD
         return Finding.OK
-
-    # ---- payload buffers
-
-    def _reaches(self, buffer: memoryview) -> bool:
-        """Whether the device can be pointed at this buffer."""
-        return not self._direct or is_aligned(buffer)
-
-    def _payload_out(self, data: memoryview, position: int, scratch: Scratch) -> list[memoryview]:
-        """The payload in whole blocks: the caller's own bytes, and a copy of the last, incomplete block with zeros."""
-        if not self._reaches(data):
-            bounce = scratch.page[: round_up(len(data))]
-            _copy(data, bounce[: len(data)])
-            bounce[len(data) :] = bytes(len(bounce) - len(data))
-            return [bounce]
-        whole = len(data) // BLOCK * BLOCK
-        if whole == len(data):
-            return [data]
-        tail = scratch.tails[position]
-        rest = len(data) - whole
-        tail[:rest] = data[whole:]
-        tail[rest:] = bytes(BLOCK - rest)
-        return [data[:whole], tail] if whole else [tail]
-
-    def _payload_in(self, into: memoryview, position: int, scratch: Scratch) -> list[memoryview]:
-        """Where the payload's whole blocks go."""
-        if not self._reaches(into):
-            return [scratch.page[: round_up(len(into))]]
-        whole = len(into) // BLOCK * BLOCK
-        if whole == len(into):
-            return [into]
-        return [into[:whole], scratch.tails[position]] if whole else [scratch.tails[position]]
-
-    def _complete(self, into: memoryview, position: int, scratch: Scratch) -> None:
-        """Bring what was read elsewhere into the caller's buffer."""
-        if not self._reaches(into):
-            _copy(scratch.page[: len(into)], into)
-        elif rest := len(into) % BLOCK:
-            into[len(into) - rest :] = scratch.tails[position][:rest]
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes without holding the interpreter lock, which a slice assignment would."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _reason(error: OSError) -> str:

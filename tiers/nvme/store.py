@@ -37,6 +37,7 @@ from hicache.tier import (
     Ticket,
     TierId,
 )
+from hicache.tiers.codecs.registry import NONE, check_name
 from hicache.tiers.nvme.budget import SpaceFloor, WriteBudget
 from hicache.tiers.nvme.commits import COMMIT_INTERVAL_S, Commits
 from hicache.tiers.nvme.directory import open_directory
@@ -151,6 +152,8 @@ class NvmeTier:
         layout: KVLayout | PageShape,
         capacity_bytes: int,
         segment_bytes: int | None = None,
+        codec: str = NONE,
+        codec_ratio: float | None = None,
         min_free_bytes: int = 0,
         write_bytes_per_day: int | None = None,
         tier_id: TierId = NVME,
@@ -174,6 +177,11 @@ class NvmeTier:
                 before makes the store grow, or shrink: pages that lie beyond it are dropped.
             segment_bytes: at most so much in one file; by default 1/64 of the capacity, at least 256 MiB. A store
                 that is there keeps the size that its segments have.
+            codec: how pages are encoded: "none"; "exponent-zstd" (lossless, of 16-bit floats); "lz4" (lossless); "int8"
+                (lossy: only pages of namespaces whose `codec` is "int8" are taken). Needs a `KVLayout`. A store that is
+                there keeps the codec that it has: another one is refused like another layout.
+            codec_ratio: by how much a lossless codec is expected to shrink pages, 1 to 16. Slots are planned so much
+                smaller, and a page that does not fit is not stored. By default a tenth less than real KV shrinks by.
             min_free_bytes: no new pages are taken while the file system has less space left for others.
             write_bytes_per_day: no new pages are taken while more were written; up to an hour's share may be saved up.
                 None: no bound.
@@ -195,7 +203,7 @@ class NvmeTier:
             raise BadRequest("min_free_bytes", f"{min_free_bytes} is negative")
         if write_bytes_per_day is not None and write_bytes_per_day < 1:
             raise BadRequest("write_bytes_per_day", f"{write_bytes_per_day} is below 1")
-        shape = layout if isinstance(layout, PageShape) else PageShape.of(layout)
+        shape = _shape_of(layout, codec, codec_ratio)
         clock = clock or SystemClock()
         files = files or FileIO()
         state = health(tier_id, clock)
@@ -402,6 +410,8 @@ class NvmeTier:
                 batch.found(place, Finding.CLOSED)
             elif not self._keeper.is_current(page.slot, page.generation):
                 batch.found(place, Finding.FREED)
+            elif not self._keeper.takes(page.identity):
+                batch.found(place, Finding.LOSSY_REFUSED)
             elif problem is not None and not self._commits.is_reusable(page.slot):
                 batch.found(place, Finding.DEVICE_ERROR)
             else:
@@ -450,8 +460,8 @@ class NvmeTier:
                 ticket.found(place, problem)
                 continue
             ordinal, index = self._geometry.locate(read.slot)
-            sums = self._index.layer_sums(read.slot, read.layer)
-            get = LayerGet(index, read.layer, sums, into)
+            stored = self._index.stored_layer(read.slot, read.layer)
+            get = LayerGet(index, read.layer, stored, into)
             gets.append((place, read, self._directory.segments[ordinal], get))
         share = max(1, -(-len(gets) // self._layers.num_threads))
         for start in range(0, len(gets), share):
@@ -564,3 +574,12 @@ def _free_bytes(files: FileIO, path: str) -> int:
     """Bytes that the file system has left for this user."""
     space = files.statvfs(path)
     return space.f_bavail * space.f_frsize
+
+
+def _shape_of(layout: KVLayout | PageShape, codec: str, codec_ratio: float | None) -> PageShape:
+    if isinstance(layout, KVLayout):
+        return PageShape.of(layout, codec=codec, codec_ratio=codec_ratio)
+    check_name(codec)
+    if codec != NONE or codec_ratio is not None:
+        raise BadRequest("layout", "a codec needs a KVLayout, which says what the elements of a page are")
+    return layout
