@@ -1,7 +1,8 @@
 """The contract of an eviction policy. One instance serves one tier, over all namespaces."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from hicache.node import Node
 
@@ -13,6 +14,8 @@ class EvictionPolicy(Protocol):
     in the tier, without a child in the tier, neither pinned nor moving, and able to leave (evicted, or demoted to a
     slower tier). Nothing here raises for what a caller of the tree does, waits, or changes a node. Every call must cost
     O(log n) at most; a victim that is taken comes back as `discard`.
+
+    A policy that looks at more than the nodes that may leave also offers `HearsUses` or `HearsResidency`.
     """
 
     def add(self, node: Node, now: float) -> None:
@@ -35,4 +38,43 @@ class EvictionPolicy(Protocol):
 
     def victims(self) -> Iterator[Node]:
         """The added nodes, next to leave first. Valid until the next call that changes the index."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a prefix: a prompt that was looked up or stored."""
+
+    path: Sequence[Node]
+    """From the root to the end of what is cached of the prompt now, at least one node; all live, and none of them used
+    more recently than this."""
+    now: float
+    """Monotonic seconds."""
+
+
+@runtime_checkable
+class HearsUses(Protocol):
+    """A policy that is told of every use as a whole: of inner nodes too, and of what one prompt shares with another."""
+
+    def used(self, use: Use) -> None:
+        """A prefix was used. Comes once a use, after the `add` and `touch` calls that belong to it. O(path x log n)."""
+        ...
+
+
+@runtime_checkable
+class HearsResidency(Protocol):
+    """A policy that counts pages of the whole tier, not only of what may leave it. `split` then tells of every node of
+    the tier, whether it was added or not."""
+
+    def entered(self, node: Node) -> None:
+        """The tier holds or awaits a copy of the node from now on. Before any `add` of it."""
+        ...
+
+    def left(self, node: Node) -> None:
+        """It does not any longer. The node is still in the tree; a `discard` of it comes before or after."""
+        ...
+
+    def joined(self, upper: Node, lower: Node) -> None:
+        """Two nodes of the tier become one: `lower` takes the pages of `upper`, which ends. Told before it is done,
+        while neither is listed."""
         ...

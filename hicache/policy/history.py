@@ -1,0 +1,59 @@
+"""What is remembered of prefixes, also after their pages have left.
+
+A policy that has seen a prefix before knows more about it than its age. Records are found by the digest of the chain
+from the root to a node's end (`prefix_of`), so a node that comes back meets its own past. The memory is bounded: the
+records that were used longest ago are forgotten.
+"""
+
+from collections import OrderedDict
+from typing import Final, Generic, TypeVar
+
+from hicache.node import Node
+from hicache.tier import chain_digest
+
+RECORDS_MAX: Final = 1 << 18
+"""Records kept by default. At about 300 bytes each, 80 MB when it is full."""
+
+T = TypeVar("T")
+
+
+def prefix_of(node: Node) -> bytes:
+    """Digest of the tokens from the root to the end of a live node; kept with the node, so a path is hashed once."""
+    unknown: list[Node] = []
+    step: Node | None = node
+    while step is not None and step._chain is None:
+        unknown.append(step)
+        step = step._parent
+    assert step is not None, "a node that left the tree has no prefix"
+    chain = step._chain
+    assert chain is not None, "the way up ends at a digest"
+    for each in reversed(unknown):
+        page_bytes = len(each._key)
+        data = each._key + each._buffer[each._start : each._start + (each._num_pages - 1) * page_bytes]
+        for at in range(0, len(data), page_bytes):
+            chain = chain_digest(chain, data[at : at + page_bytes])
+        each._chain = chain
+    return chain
+
+
+class History(Generic[T]):
+    """Records by prefix, at most `records_max` of them."""
+
+    def __init__(self, records_max: int = RECORDS_MAX) -> None:
+        self._records: OrderedDict[bytes, T] = OrderedDict()
+        self._records_max = records_max
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, node: Node) -> T | None:
+        """What is known of the prefix that ends with a node."""
+        return self._records.get(prefix_of(node))
+
+    def put(self, node: Node, record: T) -> None:
+        """Remember it; counts as the newest record."""
+        prefix = prefix_of(node)
+        self._records[prefix] = record
+        self._records.move_to_end(prefix)
+        if len(self._records) > self._records_max:
+            self._records.popitem(last=False)
