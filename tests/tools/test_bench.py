@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hicache.tools.bench.restart_process import identities, prompts
 from hicache.tools.bench.results import Baseline, Row, line
 from hicache.tools.cli import main
 from hicache.tools.terminal import Style
@@ -55,17 +56,40 @@ def test_bench_nvme_measures_every_row_and_leaves_nothing(tmp_path: Path, capsys
     assert "reading" in capsys.readouterr().err
 
 
+def test_bench_restart_measures_every_row_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, directory = tmp_path / "restart.json", tmp_path / "disk"
+    directory.mkdir()
+    assert main(["bench", "restart", "--scale", "1000", "--dir", str(directory), "--json", str(target)]) == 0
+    assert list(directory.iterdir()) == []
+    rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+    for name in ("seconds_per_100k_pages", "seconds_per_100k_single", "seconds_closed_per_100k_pages"):
+        assert rows[name]["unit"] == "s"
+        assert rows[name]["goal"] == 1.0
+        assert rows[name]["value"] > 0
+        assert rows[name]["baseline"]["name"] == "inserted one by one"
+    assert "opening what was killed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pages", "single"])
+def test_prompts_have_as_many_pages_as_they_should(kind: str) -> None:
+    chains = {identity.chain for tokens in prompts(kind, 300) for identity in identities(tokens)}
+    assert len(chains) == (256 if kind == "pages" else 300)
+
+
 @pytest.mark.parametrize(
     ("full", "problem"),
     [(False, "there is no directory"), (True, "free, the run takes")],
 )
-def test_bench_nvme_refuses_a_directory_before_it_makes_anything(
+def test_benches_refuse_a_directory_before_they_make_anything(
     full: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path if full else tmp_path / "missing"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
-    assert main(["bench", "nvme", "--dir", str(directory)]) == 2
-    assert problem in capsys.readouterr().err
+    for name in ("nvme", "restart"):
+        assert main(["bench", name, "--dir", str(directory)]) == 2
+        assert problem in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,15 +15,9 @@ The bound is the best bandwidth that the raw loop had in that direction, at any 
 """
 
 import asyncio
-import errno
-import os
 import random
-import shutil
-import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -46,8 +40,7 @@ from hicache.tools.bench.nvme_sides import (
 )
 from hicache.tools.bench.raw_io import DEPTHS
 from hicache.tools.bench.results import Baseline, Note, Report, Row
-from hicache.tools.exits import UsageProblem
-from hicache.tools.units import format_bytes
+from hicache.tools.bench.scratch import check_directory, scratch_directory
 
 GOAL: Final = 0.95
 """Share of the raw loop's bandwidth that the tier is to reach, checksums included."""
@@ -108,19 +101,7 @@ class Plan:
 
 def check(plan: Plan) -> None:
     """Raises `UsageProblem` for a directory in which the run cannot be made. Creates nothing."""
-    directory = plan.directory
-    if not directory.is_dir():
-        raise UsageProblem(f"--dir: there is no directory {directory}")
-    try:
-        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
-    except OSError as problem:
-        reason = "takes no direct I/O (O_DIRECT)" if problem.errno == errno.EINVAL else problem.strerror
-        raise UsageProblem(f"--dir: {directory}: {reason}") from problem
-    free, needed = shutil.disk_usage(directory).free, plan.needed_bytes()
-    if free < needed:
-        raise UsageProblem(
-            f"--dir: {directory} has {format_bytes(free)} free, the run takes {format_bytes(needed)}"
-        )
+    check_directory(plan.directory, plan.needed_bytes())
 
 
 def run(report: Report, note: Note, plan: Plan) -> None:
@@ -135,7 +116,7 @@ def run(report: Report, note: Note, plan: Plan) -> None:
         words[:] = np.random.default_rng(1).integers(0, 1 << 64, words.size, np.uint64)  # nothing that compresses
         benches = []
         for load in LOADS:
-            with _scratch_directory(plan.directory) as directory:
+            with scratch_directory(plan.directory) as directory:
                 benches.append(_Bench(plan, load, arena.memory, directory, note))
                 asyncio.run(benches[-1].measure())
         bound = {way: max(bench.best_rate[way] for bench in benches) for way in ("read", "write")}
@@ -143,15 +124,6 @@ def run(report: Report, note: Note, plan: Plan) -> None:
             bench.report(report, bound)
     finally:
         arena.close()
-
-
-@contextmanager
-def _scratch_directory(parent: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="hicache-bench-", dir=parent))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory)
 
 
 class _Bench:

@@ -19,7 +19,7 @@ from typing import Final
 
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
-from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots, SupportsDurability
+from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tools.bench.raw_io import RawFile
@@ -112,8 +112,7 @@ class TierSide:
             directory, layout=load.layout, capacity_bytes=4096 + num_slots * load.shape.slot_bytes,
             segment_bytes=4096 + num_slots * load.shape.slot_bytes,
         )  # fmt: skip
-        if isinstance(self.tier, SupportsDurability):
-            self.tier.remember(self._namespace.digest, self._namespace.encode())
+        self.tier.remember(self._namespace.digest, self._namespace.encode())
         self._held: deque[_Held] = deque()
         self._num_prompts = 0
 
@@ -174,8 +173,7 @@ class TierSide:
         _expect_ok(await self.tier.read(reads))
 
     async def _sync(self) -> None:
-        if isinstance(self.tier, SupportsDurability):
-            await self.tier.sync(self.tier.accepted, deadline=monotonic() + DEADLINE_S)
+        await self.tier.sync(self.tier.accepted, deadline=monotonic() + DEADLINE_S)
 
     def _prompt(self) -> tuple[PageIdentity, ...]:
         """The pages of a prompt that no other shares a page with."""

@@ -42,9 +42,18 @@ def _nvme(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: nvme.run(report, note, plan)
 
 
+def _restart(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import restart
+
+    plan = restart.Plan(args.dir, args.scale)
+    restart.check(plan)
+    return lambda report, note: restart.run(report, note, plan)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
     "nvme": Bench("pages in and out of the NVMe tier, beside direct I/O without it", _nvme),
+    "restart": Bench("how long until a cache that was killed is warm again", _restart),
 }
 
 
