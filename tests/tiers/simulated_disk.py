@@ -7,8 +7,9 @@ there after `power_up`. Between the two lie changes that the device has been giv
   durable. At a cut every sector takes its durable contents or those of any write since: writes are torn and reordered.
 - Names (creation, rename, removal, also of directories) become durable with `fsync` of the directory that holds them,
   and with nothing else. A rename is whole or not there at all.
-- A sync that fails settles for good, at random, what of the changes is kept. The volatile image still shows them and
-  the next sync reports success, as Linux does: who trusts it loses them.
+- A sync of a file that fails settles for good, at random, which changed sectors are kept. The volatile image still
+  shows them and the next sync reports success, as Linux does: who trusts it loses them. Names and sizes are a journal's
+  and stay what they were, neither durable nor lost: a file system that loses those too has stopped.
 
 What may not happen, because nobody could survive it: what was synced changes by itself; a sector holds half of a write;
 a call that ended lies about it. The last is given up by the rates `lost`, `misdirected` and `flip`, and by those alone.
@@ -25,6 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -66,11 +68,40 @@ class Rates:
     """A write that goes elsewhere in the same file."""
     flip: float = 0.0
     """A read of which one bit is another."""
+    torn: float = 0.0
+    """A write of which a part is written and that says it was whole."""
 
     @property
     def silent(self) -> bool:
         """Whether the device may lie: then nothing that it was given can be counted on."""
-        return bool(self.lost or self.misdirected or self.flip)
+        return bool(self.lost or self.misdirected or self.flip or self.torn)
+
+
+class Fail(Enum):
+    """What can be made to happen in one call of a run (`SimulatedDisk.fail_at`)."""
+
+    EIO = "eio"
+    """Any call. A write may have been done in part; a sync settles at random what is kept."""
+    ENOSPC = "enospc"
+    """As `EIO`, of another number."""
+    SHORT = "short"
+    """A read or write that moves a part and says so."""
+    TORN = "torn"
+    """A write that moves a part and says all."""
+    EINTR = "eintr"
+    """A read or write that does nothing and says so."""
+
+
+_RATES_OF: Final = {
+    Fail.EIO: {"read_error", "write_error", "sync_error"},
+    Fail.ENOSPC: {"no_space", "read_error", "sync_error"},
+    Fail.SHORT: {"short"},
+    Fail.TORN: {"torn"},
+    Fail.EINTR: {"interrupted"},
+}
+"""Which of the rates strikes in a call that was told to fail."""
+_RATED_CALLS: Final = frozenset({"preadv", "pwritev", "fsync", "fdatasync"})
+"""Calls that draw from more rates than those of names."""
 
 
 class _Size(NamedTuple):
@@ -149,6 +180,8 @@ class SimulatedDisk(FileIO):
         self._next_fd = FIRST_DESCRIPTOR
         self._cut_at: int | None = None
         self._on_cut: Callable[[], None] = lambda: None
+        self._fail_at: int | None = None
+        self._fail = Fail.EIO
         self._lock = threading.RLock()
 
     # ---- for tests
@@ -162,10 +195,22 @@ class SimulatedDisk(FileIO):
     def never_cut_power(self) -> None:
         self._cut_at = None
 
+    def fail_at(self, call: int, fail: Fail) -> None:
+        """Have that call fail, counted from 1 from now on. A call of a kind that cannot fail so goes well."""
+        self._fail_at, self._fail = self.num_calls + call, fail
+
     def kill(self) -> None:
-        """What the end of a process does: its descriptors and locks are gone, and nothing else."""
+        """What the end of a process does: its descriptors and locks are gone, and nothing else. The power is on, or on
+        again as if it had not failed."""
         for fd in list(self._open):
             self._release(fd)
+        self.off = False
+        self._cut_at = None
+
+    @property
+    def num_open(self) -> int:
+        """Open descriptors."""
+        return len(self._open)
 
     def power_up(self) -> None:
         """Power off if it is on, then on again: the volatile images are what the cut has left."""
@@ -319,6 +364,12 @@ class SimulatedDisk(FileIO):
             self._end(self._begin("fstat", fd))
             return self._status(self._opened(fd).node)
 
+    def fchmod(self, fd: int, mode: int) -> None:
+        """Modes are not kept: all files are 0600 and all directories 0700."""
+        with self._lock:
+            self._end(self._begin("fchmod", (fd, mode)))
+            self._opened(fd)
+
     def fallocate(self, fd: int, num_bytes: int, offset: int = 0) -> None:
         with self._lock:
             last = self._begin("fallocate", (fd, offset, num_bytes))
@@ -392,6 +443,9 @@ class SimulatedDisk(FileIO):
                 data = data[: self._some_of(fd, total)]
             if self._strikes("lost"):
                 return total
+            if total > DIRECT_UNIT and self._strikes("torn"):
+                self._write(file, data[: self._some_of(fd, total)], offset)
+                return total
             if self._strikes("misdirected"):
                 back = offset >= self.misdirect_by and self.rng.random() < 0.5
                 offset += -self.misdirect_by if back else self.misdirect_by
@@ -410,6 +464,9 @@ class SimulatedDisk(FileIO):
             raise _error(errno.EIO)
         self.num_calls += 1
         self.recent.append((self.num_calls, name, about))
+        if self.num_calls == self._fail_at and name not in _RATED_CALLS and self._fail in (Fail.EIO, Fail.ENOSPC):
+            self._count_fault(self._fail.value)
+            raise _error(errno.EIO if self._fail is Fail.EIO else errno.ENOSPC)
         return self.num_calls == self._cut_at
 
     def _end(self, last: bool) -> None:
@@ -419,11 +476,15 @@ class SimulatedDisk(FileIO):
             raise _error(errno.EIO)
 
     def _strikes(self, name: str) -> bool:
+        told = self.num_calls == self._fail_at and name in _RATES_OF[self._fail]
         rate: float = getattr(self.rates, name)
-        if not rate or self.rng.random() >= rate:
+        if not told and (not rate or self.rng.random() >= rate):
             return False
-        self.num_faults[name] = self.num_faults.get(name, 0) + 1
+        self._count_fault(name)
         return True
+
+    def _count_fault(self, name: str) -> None:
+        self.num_faults[name] = self.num_faults.get(name, 0) + 1
 
     def _some_of(self, fd: int, total: int) -> int:
         """A part of a transfer, in the units of the descriptor."""
@@ -551,16 +612,15 @@ class SimulatedDisk(FileIO):
             node = self._opened(fd).node
             failed = self._strikes("sync_error")
             if isinstance(node, _Directory):
-                for change in node.pending:
-                    if not failed or self.rng.random() < 0.5:
+                if not failed:
+                    for change in node.pending:
                         _apply_name(node.durable, change)
-                node.pending.clear()
+                    node.pending.clear()
             elif failed:
                 share = self.rng.choice((0.0, 0.0, 0.5, 1.0))
                 for sector, versions in node.sectors.items():
                     kept = self.rng.choice(versions[1:] or versions) if self.rng.random() < share else versions[0]
                     node.sectors[sector] = [(0, kept[1])]
-                node.sizes = [node.sizes[-1 if self.rng.random() < share else 0]]
             else:
                 node.sectors = {sector: versions for sector, versions in node.sectors.items() if len(versions) == 1}
                 node.sizes = node.sizes[-1:]

@@ -1,0 +1,67 @@
+"""File systems of the machine, made for one test: ext4 on a loop device, tmpfs, ramfs. They need root on Linux.
+
+Who has neither leaves out the tests that are marked `machine`; where such a test runs and the facility is missing, it
+fails: a fault test that is left out silently is a lost one.
+"""
+
+import contextlib
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+FS_IOC_SHUTDOWN: Final = 0x8004587D
+"""Has a file system fail every later call with EIO, as a disk that was pulled."""
+_NOLOGFLUSH: Final = 2
+"""What is not yet in the file system's journal is lost."""
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        raise AssertionError("this test mounts file systems and needs root; leave it out with -m 'not machine'")
+
+
+def call(*command: str) -> None:
+    """Run a program of the machine; its own words in the error if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+
+
+@contextmanager
+def mounted(kind: str, where: Path, source: str | Path = "none", options: str = "") -> Iterator[Path]:
+    """A file system at a directory that is made for it."""
+    need_root()
+    where.mkdir()
+    call("mount", "-t", kind, *(("-o", options) if options else ()), str(source), str(where))
+    try:
+        yield where
+    finally:
+        unmount(where)
+
+
+def unmount(where: Path) -> None:
+    """Unmount, also while somebody still has files open there."""
+    with contextlib.suppress(AssertionError):
+        call("umount", str(where))
+        return
+    call("umount", "--lazy", str(where))
+
+
+def make_ext4(image: Path, num_bytes: int) -> None:
+    """A file with an empty ext4 file system."""
+    with image.open("wb") as file:
+        file.truncate(num_bytes)
+    call("mkfs.ext4", "-q", "-F", str(image))
+
+
+def shut_down(where: Path) -> None:
+    """Have the file system fail from here on."""
+    fd = os.open(where, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, FS_IOC_SHUTDOWN, _NOLOGFLUSH.to_bytes(4, "little"))
+    finally:
+        os.close(fd)
