@@ -14,7 +14,7 @@ Who calls what, and where it waits:
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NewType, Protocol, runtime_checkable
@@ -213,6 +213,24 @@ class LayerRead:
     """Contiguous, writable, as long as that layer of a page (`KVLayout.layer_bytes`)."""
 
 
+class LayerWrites(Protocol):
+    """Pages that are being copied into a tier layer by layer. Their slots and data belong to it until it is closed."""
+
+    def start_layer(self, layer: int) -> Awaitable[list[Outcome]]:
+        """Begin to copy one layer of each page whose slot has not been freed, behind what was begun before. Never
+        waits, so that the next layer can be begun before this one has ended.
+
+        Whoever calls it awaits what it returns, once and to its end: one outcome a page, in order. `OK`: that layer is
+        in place and may be attended over by whoever owns the slot.
+        """
+        ...
+
+    def close(self) -> None:
+        """No further layer is copied; called once, when everything that was begun has ended. The slots hold no page,
+        whatever they held before, until they are declared (`SupportsDeclare`)."""
+        ...
+
+
 @runtime_checkable
 class SupportsLayerWrite(Protocol):
     """A tier into which pages can be copied layer by layer, so that attention begins on the first layer while later
@@ -223,12 +241,9 @@ class SupportsLayerWrite(Protocol):
         """Layers of a page, all of equal size, in the order in which attention needs them."""
         ...
 
-    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
-        """Copy one layer of each page's `data` into its slot; one outcome each, in order. Waits as `Tier.write` does.
-
-        `OK`: that layer is in place and may be attended over by whoever owns the slot. The slot holds no page, whatever
-        it held before, until all layers were copied and it is declared (`SupportsDeclare`).
-        """
+    async def open_layer_writes(self, pages: Sequence[PageWrite]) -> LayerWrites:
+        """Prepare to copy pages layer by layer: what is the same for all layers is done here, once. Waits at most for a
+        write to an earlier life of a slot to end."""
         ...
 
 

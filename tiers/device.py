@@ -1,8 +1,11 @@
 """The device tier: pages as attention reads them, one pool a layer, on a GPU or in CPU memory."""
 
+import asyncio
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -134,15 +137,11 @@ class DeviceTier(MemoryTier):
         """Layers of a page: see `SupportsLayerWrite`."""
         return self.layout.num_layers
 
-    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
-        """See `SupportsLayerWrite.write_layer`. Waits for pool threads, and for a write to an earlier life of a slot to
-        end. On a GPU each piece is a DMA of its own. Raises `BadRequest` for a layer that there is not."""
-        if not 0 <= layer < self.layout.num_layers:
-            raise BadRequest("layer", f"{layer} is not within 0 to {self.layout.num_layers - 1}")
-        return await self._write(pages, lambda accepted: self._copy_layer_in(layer, accepted), declare=False)
-
-    def _copy_layer_in(self, layer: int, pages: Sequence[PageWrite]) -> None:
-        self._copier.copy_layer_in(layer, [(page.slot, page.data) for page in pages])
+    async def open_layer_writes(self, pages: Sequence[PageWrite]) -> "DeviceLayerWrites":
+        """See `SupportsLayerWrite`. On a GPU each layer of a page is a DMA of its own."""
+        self._check_writes(pages)
+        await self._until_unwritten([page.slot for page in pages])
+        return DeviceLayerWrites(self, pages)
 
     async def copy_page(self, source_slot: int, target_slot: int) -> Outcome:
         """Copy all layers of a page onto another, which then holds no identity. Both are handed out, and belong to the
@@ -193,6 +192,44 @@ class DeviceTier(MemoryTier):
 def _token_rows(tensor: Tensor, row_bytes: int) -> Tensor:
     """`[T, num_kv_heads, head_dim]` as bytes: uint8 `[T, row_bytes]`."""
     return tensor.detach().contiguous().view(torch.uint8).view(-1, row_bytes)
+
+
+class DeviceLayerWrites:
+    """See `LayerWrites`."""
+
+    def __init__(self, tier: DeviceTier, pages: Sequence[PageWrite]) -> None:
+        shape = (tier.layout.num_layers, tier.layout.layer_bytes(0))
+        self._tier = tier
+        self._pages = pages
+        self._buffers = [(page.slot, np.frombuffer(page.data, np.uint8).reshape(shape)) for page in pages]
+        self._stack = ExitStack()
+        if not tier._closed:
+            self._stack.enter_context(tier._writing([pages[index].slot for index in self._accepted()]))
+
+    def start_layer(self, layer: int) -> Coroutine[Any, Any, list[Outcome]]:
+        """See `LayerWrites`. Raises `BadRequest` for a layer that there is not."""
+        tier = self._tier
+        if not 0 <= layer < tier.num_layers:
+            raise BadRequest("layer", f"{layer} is not within 0 to {tier.num_layers - 1}")
+        if tier._closed:
+            return self._ended([], [])
+        accepted, copy = self._accepted(), partial(tier._copier.copy_layer_in, layer)
+        return self._ended(accepted, tier._start_copy(copy, [self._buffers[index] for index in accepted]))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _accepted(self) -> list[int]:
+        return [index for index, page in enumerate(self._pages) if self._tier._accepts(page.slot, page.generation)]
+
+    async def _ended(self, accepted: list[int], parts: list[asyncio.Future[list[bool]]]) -> list[Outcome]:
+        copied = await self._tier._copied(parts)
+        still = set(self._accepted())
+        outcomes = [Outcome.ERROR if index in still else Outcome.STALE for index in range(len(self._pages))]
+        for index, ok in zip(accepted, copied, strict=True):
+            if ok and index in still:
+                outcomes[index] = Outcome.OK
+        return outcomes
 
 
 def _check_layout(layout: KVLayout) -> None:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Bytes = npt.NDArray[np.uint8]
 
 STAGING_BYTES: Final = 8 << 20
 """GPU memory through which pages pass, for each direction; at least one page."""
@@ -24,8 +27,8 @@ class PageCopier(Protocol):
         """Scatter each buffer into all layers of its slot."""
         ...
 
-    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, memoryview]]) -> None:
-        """Copy one layer out of each buffer, which holds a whole page, into its slot."""
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, Bytes]]) -> None:
+        """Copy one layer of each page, given as `[num_layers, layer_bytes]`, into its slot."""
         ...
 
     def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
@@ -52,9 +55,10 @@ class CpuCopier:
         for slot, data in pages:
             np.copyto(self._pool[:, slot], np.frombuffer(data, np.uint8).reshape(self._page_shape))
 
-    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, memoryview]]) -> None:
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, Bytes]]) -> None:
+        pool = self._pool[layer]
         for slot, data in pages:
-            np.copyto(self._pool[layer, slot], np.frombuffer(data, np.uint8).reshape(self._page_shape)[layer])
+            pool[slot] = data[layer]
 
     def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         for slot, into in pages:
@@ -130,14 +134,11 @@ class StagedCopier:
 
         self._inward.run(queue_work)
 
-    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, memoryview]]) -> None:
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, Bytes]]) -> None:
         # One layer of a page lies in one piece on both sides: no kernel is needed to take it apart.
-        layer_bytes = self._pool.shape[2]
-
         def queue_work() -> None:
             for slot, data in pages:
-                piece = _as_tensor(data[layer * layer_bytes : (layer + 1) * layer_bytes])
-                self._pool[layer, slot].copy_(piece, non_blocking=True)
+                self._pool[layer, slot].copy_(_as_tensor(data[layer].data), non_blocking=True)
 
         self._inward.run(queue_work)
 

@@ -129,30 +129,20 @@ class MemoryTier(ABC):
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
         """See `Tier.write`. Waits for pool threads, and for a write to an earlier life of a slot to end."""
-        return await self._write(pages, self._copy_in, declare=True)
-
-    async def _write(
-        self, pages: Sequence[PageWrite], copy_in: Callable[[Sequence[PageWrite]], None], *, declare: bool
-    ) -> list[Outcome]:
-        """Have `copy_in` fill the slots, in pool threads; they then hold their pages with `declare`, else nothing."""
-        for page in pages:
-            self._check_buffer("data", page.slot, page.data)
-        if len({page.slot for page in pages}) != len(pages):
-            raise BadRequest("pages", "two of them name the same slot")
+        self._check_writes(pages)
         await self._until_unwritten([page.slot for page in pages])
         if self._closed:
             return [Outcome.ERROR] * len(pages)
         outcomes = [Outcome.STALE] * len(pages)
         accepted = [index for index, page in enumerate(pages) if self._accepts(page.slot, page.generation)]
         with self._writing([pages[index].slot for index in accepted]):
-            copied = await self._copy(copy_in, [pages[index] for index in accepted])
+            copied = await self._copy(self._copy_in, [pages[index] for index in accepted])
         for index, ok in zip(accepted, copied, strict=True):
             page = pages[index]
             if not ok:
                 outcomes[index] = Outcome.ERROR
             elif self._accepts(page.slot, page.generation):
-                if declare:
-                    self._held[page.slot] = Held(page.identity)
+                self._held[page.slot] = Held(page.identity)
                 outcomes[index] = Outcome.OK
         return outcomes
 
@@ -188,6 +178,12 @@ class MemoryTier(ABC):
 
     def _accepts(self, slot: int, generation: int) -> bool:
         return self._pool.generation(slot) == generation and self._pool.is_allocated(slot)
+
+    def _check_writes(self, pages: Sequence[PageWrite]) -> None:
+        for page in pages:
+            self._check_buffer("data", page.slot, page.data)
+        if len({page.slot for page in pages}) != len(pages):
+            raise BadRequest("pages", "two of them name the same slot")
 
     def _check_buffer(self, field: str, slot: int, buffer: memoryview) -> None:
         if not 0 <= slot < self.capacity_pages:
@@ -227,16 +223,25 @@ class MemoryTier(ABC):
     async def _copy(self, copy: Callable[[Sequence[_Item]], None], pages: Sequence[_Item]) -> list[bool]:
         """Run `copy` over all pages, split among the threads; whether each was copied. Returns, even when cancelled,
         only after every thread has ended its part: until then buffers and slots are in use."""
+        return await self._copied(self._start_copy(copy, pages))
+
+    def _start_copy(
+        self, copy: Callable[[Sequence[_Item]], None], pages: Sequence[_Item]
+    ) -> list[asyncio.Future[list[bool]]]:
+        """Hand pages to the threads. Whoever calls it waits for `_copied`."""
         if not pages:
             return []
         by_size = -(-len(pages) * self._page_bytes // self._chunk_bytes)
         num_parts = min(self._num_threads, len(pages), by_size)
         borders = [len(pages) * part // num_parts for part in range(num_parts + 1)]
         loop = asyncio.get_running_loop()
-        parts = [
+        return [
             loop.run_in_executor(self._executor, self._copy_part, copy, pages[start:end])
             for start, end in pairwise(borders)
         ]
+
+    async def _copied(self, parts: Sequence[asyncio.Future[list[bool]]]) -> list[bool]:
+        """Wait for what `_start_copy` began, to its end even when cancelled."""
         cancelled: asyncio.CancelledError | None = None
         waiting = set(parts)
         while waiting:

@@ -1,11 +1,20 @@
 """How a batch of pages is copied, by which end of a lane is the host; and when its slots are looked at."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from hicache.errors import BadRequest
 from hicache.movers.transfer import PageMove
-from hicache.tier import Outcome, PageRead, PageWrite, SupportsDeclare, SupportsLayerWrite, SupportsView, Tier
+from hicache.tier import (
+    LayerWrites,
+    Outcome,
+    PageRead,
+    PageWrite,
+    SupportsDeclare,
+    SupportsLayerWrite,
+    SupportsView,
+    Tier,
+)
 
 
 class Copier(Protocol):
@@ -38,12 +47,16 @@ class LayerCopier(Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    async def copy_layer(self, layer: int, pages: Sequence[PageMove]) -> list[Outcome]:
-        """Copy one layer; one outcome each, in order. Raises only what a tier raises against its contract."""
+    def begin(self, page: PageMove) -> PageWrite | Outcome:
+        """What the target is asked to write of a page, for all layers; or what stands against it."""
         ...
 
-    def declare(self, page: PageMove) -> Outcome:
-        """All layers of the page were copied: the target now holds it."""
+    async def open(self, pages: Sequence[PageWrite]) -> LayerWrites:
+        """What copies the layers. Raises only what a tier raises against its contract."""
+        ...
+
+    def end(self, page: PageMove) -> Outcome:
+        """All layers of the page were copied: if it is still the same page, the target now holds it."""
         ...
 
 
@@ -105,7 +118,15 @@ class OutOfHost:
         return page.target_slot
 
     async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
-        return await _copied_out(self._host, pages, self._target.write)
+        outcomes = [_check(self._host, page) for page in pages]
+        live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+        writes = [_write(self._host, pages[i]) for i in live]
+        if writes:
+            for i, outcome in zip(live, await self._target.write(writes), strict=True):
+                # Freed during the copy: what was written may be another page's bytes under this page's name.
+                still = _check(self._host, pages[i])
+                outcomes[i] = outcome if still is Outcome.OK else still
+        return outcomes
 
 
 class LayersOutOfHost:
@@ -119,32 +140,24 @@ class LayersOutOfHost:
     def num_layers(self) -> int:
         return self._target.num_layers
 
-    async def copy_layer(self, layer: int, pages: Sequence[PageMove]) -> list[Outcome]:
-        return await _copied_out(self._host, pages, lambda writes: self._target.write_layer(layer, writes))
+    def begin(self, page: PageMove) -> PageWrite | Outcome:
+        outcome = _check(self._host, page)
+        return _write(self._host, page) if outcome is Outcome.OK else outcome
 
-    def declare(self, page: PageMove) -> Outcome:
-        return self._target.declare(page.target_slot, page.target_generation, page.identity)
+    async def open(self, pages: Sequence[PageWrite]) -> LayerWrites:
+        return await self._target.open_layer_writes(pages)
+
+    def end(self, page: PageMove) -> Outcome:
+        outcome = _check(self._host, page)
+        if outcome is Outcome.OK:
+            outcome = self._target.declare(page.target_slot, page.target_generation, page.identity)
+        return outcome
 
 
-async def _copied_out(
-    host: ViewableTier,
-    pages: Sequence[PageMove],
-    write: Callable[[Sequence[PageWrite]], Awaitable[list[Outcome]]],
-) -> list[Outcome]:
-    """Have pages of the host written, those whose slots still hold them before and after."""
+def _check(host: ViewableTier, page: PageMove) -> Outcome:
+    """Whether the host still has the page."""
+    return host.check(page.source_slot, page.source_generation, page.identity)
 
-    def check(page: PageMove) -> Outcome:
-        return host.check(page.source_slot, page.source_generation, page.identity)
 
-    outcomes = [check(page) for page in pages]
-    live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-    writes = [
-        PageWrite(page.target_slot, page.target_generation, page.identity, data=host.view(page.source_slot))
-        for page in (pages[i] for i in live)
-    ]
-    if writes:
-        for i, outcome in zip(live, await write(writes), strict=True):
-            # Freed during the copy: what was written may be another page's bytes under this page's name.
-            still = check(pages[i])
-            outcomes[i] = outcome if still is Outcome.OK else still
-    return outcomes
+def _write(host: ViewableTier, page: PageMove) -> PageWrite:
+    return PageWrite(page.target_slot, page.target_generation, page.identity, data=host.view(page.source_slot))

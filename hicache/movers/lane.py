@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any, Final
+from itertools import product, takewhile
+from typing import Final
 
 from hicache.clock import Clock
 from hicache.errors import BadRequest
@@ -13,7 +15,7 @@ from hicache.movers.copier import find_copier, find_layer_copier
 from hicache.movers.line import Line, Turn
 from hicache.movers.speed import LaneSpeed, Speed
 from hicache.movers.transfer import PageMove, Priority, Transfer, TransferResult
-from hicache.tier import Outcome, Tier
+from hicache.tier import LayerWrites, Outcome, PageWrite, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -440,50 +442,87 @@ class Lane:
         self._by_layer.add(transfer)
         try:
             await self._copy_layers(transfer, outcomes)
+        except (Exception, asyncio.CancelledError) as error:
+            self._expect_no_cancellation()
+            self._count_unexpected(f"{self.name}: a copy raised instead of reporting", error)
+            outcomes = [outcome or Outcome.ERROR for outcome in outcomes]
         finally:
             self._by_layer.remove(transfer)
             self._copying_pages -= transfer._copying_pages
             self._settle([(transfer, index) for index in range(len(transfer.pages))], outcomes)
 
     async def _copy_layers(self, transfer: Transfer, outcomes: list[Outcome | None]) -> None:
-        """Copy layer after layer, as many pieces at a time as have the bytes that were set aside; until the transfer is
-        stopped. Outcomes are entered where a page has one."""
+        """Copy layer after layer until the transfer is stopped. Outcomes are entered where a page has one.
+
+        The pages go in chunks. Two pieces, each one layer of a chunk, are under way at a time, so that the target need
+        not wait for this loop; together they have the bytes that were set aside.
+        """
         copier = self._layer_copier
         assert copier is not None
         pages, num_layers = transfer.pages, transfer.num_layers
-        chunk = transfer._copying_pages * num_layers
-        live = sorted(range(len(pages)), key=lambda index: self._copier.place(pages[index]))
-        for layer in range(num_layers):
-            for start in range(0, len(live), chunk):
-                if transfer._stopped:
-                    return
-                part = live[start : start + chunk]
-                copy = copier.copy_layer(layer, [pages[index] for index in part])
-                found = await self._outcomes_of(copy, len(part))
-                self._learn(len(part) / num_layers, found)
-                for index, outcome in zip(part, found, strict=True):
-                    if outcome is not Outcome.OK:
-                        outcomes[index] = outcome
-            live = [index for index in live if outcomes[index] is None]
-            if layer == num_layers - 1:
-                for index in live:
-                    outcomes[index] = copier.declare(pages[index])
-                live = [index for index in live if outcomes[index] is Outcome.OK]
-            if len(live) == len(pages):
-                self._advance(transfer, layer)
+        live: list[tuple[int, PageWrite]] = []
+        for index in sorted(range(len(pages)), key=lambda index: self._copier.place(pages[index])):
+            found = copier.begin(pages[index])
+            if isinstance(found, Outcome):
+                outcomes[index] = found
+            else:
+                live.append((index, found))
+        size = max(1, transfer._copying_pages * num_layers // 2)
+        chunks = [live[start : start + size] for start in range(0, len(live), size)]
+        is_complete = False
+        with ExitStack() as stack:
+            writings: list[LayerWrites] = []
+            for chunk in chunks:
+                writings.append(await copier.open([write for _, write in chunk]))
+                stack.callback(writings[-1].close)
+            under_way: deque[tuple[int, int, Awaitable[list[Outcome]]]] = deque()
 
-    async def _outcomes_of(self, copy: Coroutine[Any, Any, list[Outcome]], num_pages: int) -> list[Outcome]:
+            async def end_one() -> None:
+                layer, number, piece = under_way.popleft()
+                chunk = chunks[number]
+                found = await self._outcomes_of(piece, len(chunk))
+                self._learn(len(chunk) / num_layers, found)
+                for (index, _), outcome in zip(chunk, found, strict=True):
+                    if outcome is not Outcome.OK and outcomes[index] is None:
+                        outcomes[index] = outcome
+                if number == len(chunks) - 1 and layer < num_layers - 1 and not any(outcomes):
+                    self._advance(transfer, layer)
+
+            try:
+                for layer, (number, writing) in product(range(num_layers), enumerate(writings)):
+                    if transfer._stopped or all(outcomes):
+                        break
+                    under_way.append((layer, number, writing.start_layer(layer)))
+                    if len(under_way) == 2:
+                        await end_one()
+                else:
+                    is_complete = True
+            finally:
+                while under_way:
+                    await end_one()
+        for index, _ in live if is_complete else ():
+            if outcomes[index] is None:
+                outcomes[index] = copier.end(pages[index])
+        if all(outcome is Outcome.OK for outcome in outcomes):
+            self._advance(transfer, num_layers - 1)
+
+    async def _outcomes_of(self, copy: Awaitable[list[Outcome]], num_pages: int) -> list[Outcome]:
         """What a copy reports; `ERROR` for all of its pages if it raises instead."""
         try:
-            return await copy
+            outcomes = await copy
+            assert len(outcomes) == num_pages, f"{len(outcomes)} outcomes for {num_pages} pages"
+            return outcomes
         except (Exception, asyncio.CancelledError) as error:
-            # A tier may let the cancellation of some future of its own escape. That is its bug; if this task is being
-            # cancelled it is not.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
+            self._expect_no_cancellation()
             self._count_unexpected(f"{self.name}: a copy raised instead of reporting", error)
             return [Outcome.ERROR] * num_pages
+
+    def _expect_no_cancellation(self) -> None:
+        """Raise the error being handled again if this task is being cancelled. Else it is the tier's bug: it may have
+        let the cancellation of some future of its own escape."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # noqa: PLE0704  # called while an error is handled
 
     def _learn(self, num_pages: float, outcomes: Sequence[Outcome]) -> None:
         """A copy of so many pages has ended."""

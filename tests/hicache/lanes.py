@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.movers import Lane, LaneStats, PageMove, Transfer
-from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageWrite, Tier
+from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageWrite, Tier, TierId
 from tests.simulation import Faults, SimulatedHost, SimulatedTier, World
 from tests.stamps import identity_chain, stamp
 
@@ -35,12 +35,22 @@ class LayeredDevice(SimulatedTier):
     """A simulated device that takes pages layer by layer. Its faults, latency and barriers apply to each layer."""
 
     num_layers: Final = 4
+    num_open: int = 0
+    """Layer writes that were opened and not closed."""
+
+    def __init__(self, tier_id: TierId, **options: Any) -> None:
+        super().__init__(tier_id, **options)
+        self._in_order = asyncio.Lock()
+
+    async def open_layer_writes(self, pages: Sequence[PageWrite]) -> "SimulatedLayerWrites":
+        return SimulatedLayerWrites(self, pages)
 
     async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
+        """One layer of pages."""
         data = [self._checked(page.slot, page.data) for page in pages]
         size = self.page_bytes // self.num_layers
         outcomes = []
-        async with self._call(f"layer {layer}", pages):
+        async with self._call(f"layer {layer}", pages), self._in_order:
             for page, source in zip(pages, data, strict=True):
                 piece = slice(layer * size, (layer + 1) * size)
                 if not self._slots.is_allocated(page.slot) or self.generation(page.slot) != page.generation:
@@ -65,6 +75,21 @@ class LayeredDevice(SimulatedTier):
         """The bytes of one layer that lie in the slot."""
         size = self.page_bytes // self.num_layers
         return self.raw_page(slot)[layer * size : (layer + 1) * size]
+
+
+class SimulatedLayerWrites:
+    """Pages on their way into a `LayeredDevice`."""
+
+    def __init__(self, device: LayeredDevice, pages: Sequence[PageWrite]) -> None:
+        self._device = device
+        self._pages = pages
+        device.num_open += 1
+
+    def start_layer(self, layer: int) -> asyncio.Task[list[Outcome]]:
+        return asyncio.get_running_loop().create_task(self._device.write_layer(layer, self._pages))
+
+    def close(self) -> None:
+        self._device.num_open -= 1
 
 
 class Rig:
@@ -135,6 +160,7 @@ class Rig:
         stats = self.lane.stats
         assert (stats.queued_pages, stats.in_flight_pages, stats.in_flight_bytes) == (0, 0, 0)
         assert self.device.in_flight_pages == self.host.in_flight_pages == 0
+        assert not isinstance(self.device, LayeredDevice) or self.device.num_open == 0
         assert self.device.cancelled_calls == self.host.cancelled_calls == 0
         check_conserved(stats)
 

@@ -94,8 +94,8 @@ def test_bytes_in_flight_stay_below_their_cap_although_all_pages_have_begun() ->
             # A quarter of what is under way has been copied already.
             assert rig.lane.estimate_seconds(0) == pytest.approx(15, rel=0.05)
             assert all((await transfer.wait()).ok)
-        # Two pages' bytes are eight pieces.
-        assert calls == [8, 8, 4] * NUM_LAYERS
+        # Two pages' bytes are eight layers, in two pieces.
+        assert calls == [4] * 5 * NUM_LAYERS
 
     run_simulated(main, 0)
 
@@ -164,8 +164,8 @@ def test_stopping_waits_for_the_pieces_under_way_and_leaves_the_rest(how: str, n
         assert ended == [transfer]
         result = transfer.result
         assert result is not None
-        # Pieces go in chunks of four; only where the last chunk had begun is anything whole.
-        whole = num_pieces >= 7 * NUM_LAYERS
+        # Two pieces of two pages are under way; only where the last ones had begun is anything whole.
+        whole = num_pieces >= 8 * NUM_LAYERS - 4
         assert result.outcomes == ((OK,) if whole else (None,)) * 8
         assert result.unwanted == (how == "cancel")
         assert not await transfer.wait_layer(NUM_LAYERS - 1) or whole
@@ -206,7 +206,25 @@ def test_a_device_that_raises_costs_its_pieces_and_no_worker(caplog: pytest.LogC
             again = await rig.lane.submit(transfer.pages, priority=DEMAND, by_layer=True)
             assert all((await again.wait()).ok)
             rig.check_arrived(again)
-        assert rig.lane.stats.unexpected == 1
+        # The pages go in two pieces, and when the second failed the next layer of the first had been begun.
+        assert rig.lane.stats.unexpected == 3
+
+    run_simulated(main, 0)
+    assert "a copy raised instead of reporting" in caplog.text
+
+
+def test_a_device_that_reports_nonsense_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: World) -> None:
+        rig = layered(world)
+
+        async def too_few(layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
+            return [OK]
+
+        rig.device.write_layer = too_few  # type: ignore[attr-defined]  # a rig's device may take layers
+        async with rig.running():
+            transfer = await rig.lane.submit(rig.pages(4), priority=DEMAND, by_layer=True)
+            assert (await transfer.wait()).outcomes == (ERROR,) * 4
+        assert rig.lane.stats.unexpected == 3
 
     run_simulated(main, 0)
     assert "a copy raised instead of reporting" in caplog.text
@@ -228,8 +246,9 @@ def test_a_callback_that_raises_or_cancels_costs_nobody_else_his(caplog: pytest.
             second = await rig.lane.submit(rig.pages(2), priority=DEMAND, by_layer=True, on_layer=change_mind)
             assert all((await first.wait()).ok)
             assert (await second.wait()).outcomes == (None, None)
-            assert second.layer_done(1)
-            assert not second.layer_done(2)
+            # The layer after it had been begun.
+            assert second.layer_done(2)
+            assert not second.layer_done(3)
         assert rig.lane.stats.unexpected == NUM_LAYERS
 
     run_simulated(main, 0)

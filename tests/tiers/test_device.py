@@ -113,8 +113,9 @@ class TestDevicePages:
                 slots = tier.allocate(6)[[4, 1, 5]]
                 await store(tier, slots, before)
                 writes = [write_of(tier, slot, each) for slot, each in zip(slots.tolist(), identities, strict=True)]
+                writing = await tier.open_layer_writes(writes)
                 for layer in range(3):
-                    assert await tier.write_layer(layer, writes) == [Outcome.OK] * 3
+                    assert await writing.start_layer(layer) == [Outcome.OK] * 3
                     for slot, old, new in zip(slots.tolist(), before, identities, strict=True):
                         size = layout.layer_bytes(0)
                         for each in range(3):
@@ -122,15 +123,38 @@ class TestDevicePages:
                             assert tier.layer(each)[slot].view(torch.uint8).cpu().numpy().tobytes() == expected
                         await expect_miss(tier, slot, old, Outcome.NOT_FOUND)
                         await expect_miss(tier, slot, new, Outcome.NOT_FOUND)
+                for layer in (-1, 3):
+                    with pytest.raises(BadRequest, match="layer"):
+                        await writing.start_layer(layer)
+                writing.close()
                 for slot, identity in zip(slots.tolist(), identities, strict=True):
                     assert tier.declare(slot, tier.generation(slot), identity) is Outcome.OK
                     await expect_page(tier, slot, identity)
-                for layer in (-1, 3):
-                    with pytest.raises(BadRequest, match="layer"):
-                        await tier.write_layer(layer, writes)
+                with pytest.raises(BadRequest, match="same slot"):
+                    await tier.open_layer_writes([writes[0], writes[0]])
+            assert await (await tier.open_layer_writes(writes)).start_layer(0) == [Outcome.ERROR] * 3
+
+        run(main())
+
+    def test_a_slot_freed_between_layers_is_written_by_its_next_owner_alone(self) -> None:
+        async def main() -> None:
+            async with opened(small_layout(), 2, self.device) as tier:
+                slots, identities = tier.allocate(2), identity_chain(2)
+                writes = [write_of(tier, slot, each) for slot, each in zip(slots.tolist(), identities, strict=True)]
+                writing = await tier.open_layer_writes(writes)
+                assert await writing.start_layer(0) == [Outcome.OK] * 2
                 tier.free(slots[:1])
-                assert await tier.write_layer(0, writes) == [Outcome.STALE, Outcome.OK, Outcome.OK]
-            assert await tier.write_layer(0, writes) == [Outcome.ERROR] * 3
+                assert await writing.start_layer(1) == [Outcome.STALE, Outcome.OK]
+                again, other = tier.allocate(1), identity_chain(1, namespace=1)
+                async with asyncio.TaskGroup() as group:
+                    storing = group.create_task(store(tier, again, other))
+                    await asyncio.sleep(0)
+                    assert not storing.done()
+                    writing.close()
+                await expect_page(tier, int(again[0]), other[0])
+                closing = await tier.open_layer_writes(writes[1:])
+                assert await closing.start_layer(0) == [Outcome.OK]
+                closing.close()
 
         run(main())
 

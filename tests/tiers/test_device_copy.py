@@ -65,7 +65,7 @@ def test_one_layer_of_pages_comes_in(make: Callable[[Tensor], PageCopier], layer
     pool, source = random_pool(0), random_pool(1)
     expected = pool.clone()
     expected[layer, [7, 2]] = source[layer, [7, 2]]
-    make(pool).copy_layer_in(layer, [(slot, memoryview(page_of(source, slot).tobytes())) for slot in (7, 2)])
+    make(pool).copy_layer_in(layer, [(slot, page_of(source, slot).reshape(NUM_LAYERS, -1)) for slot in (7, 2)])
     assert torch.equal(pool, expected)
 
 

@@ -1,8 +1,8 @@
 """The planner's rows of `hicache bench policy`: plans carried out in virtual time, beside the optimum in closed form.
 
 A prefix lies on a disk behind a real lane, of which is known what a few small copies showed; the engine computes at the
-speed published for a model of 8 thousand million parameters on one H100, in steps of 512 tokens. The disk's bandwidth is given as a multiple of break-even, at which
-loading everything takes as long as computing everything:
+speed published for a model of 8 thousand million parameters on one H100, in steps of 512 tokens. The disk's bandwidth
+is given as a multiple of break-even, at which loading everything takes as long as computing everything:
 
     bandwidth   0.5, 0.7, 1, 1.4, 2, 4, 8 x break-even
     prefix      2,048, 8,192, 32,768 tokens in pages of 16, which are 2 MiB each

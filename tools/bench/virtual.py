@@ -103,13 +103,13 @@ class TimedTier:
         return self._slots.generation(slot)
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
-        return await self._pass(len(pages), self._page_s)
+        return await self._pass(len(pages))
 
     async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
-        return await self._pass(len(pages), self._page_s)
+        return await self._pass(len(pages))
 
-    async def write_layer(self, layer: int, pages: Sequence[PageWrite]) -> list[Outcome]:
-        return await self._pass(len(pages), self._page_s / self.num_layers)
+    async def open_layer_writes(self, pages: Sequence[PageWrite]) -> "TimedLayerWrites":
+        return TimedLayerWrites(self, len(pages))
 
     def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
         return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
@@ -117,12 +117,34 @@ class TimedTier:
     async def close(self) -> None:
         """Nothing to wait for."""
 
-    async def _pass(self, num_pieces: int, piece_s: float) -> list[Outcome]:
+    async def _pass(self, num_pages: int) -> list[Outcome]:
+        await asyncio.sleep(self._take_pipe(num_pages * self._page_s))
+        return [Outcome.OK] * num_pages
+
+    def _take_pipe(self, seconds: float) -> float:
+        """Pass the pipe for so many seconds, after the latency and behind everybody before. Returns when that is over,
+        in seconds from now."""
+        now = asyncio.get_running_loop().time()
+        self._pipe_free_at = max(now + self._latency_s, self._pipe_free_at) + seconds
+        return self._pipe_free_at - now
+
+
+class TimedLayerWrites:
+    """Pages on their way into a tier layer by layer."""
+
+    def __init__(self, tier: TimedTier, num_pages: int) -> None:
+        self._tier = tier
+        self._num_pages = num_pages
+
+    def start_layer(self, layer: int) -> asyncio.Future[list[Outcome]]:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._latency_s)
-        self._pipe_free_at = max(loop.time(), self._pipe_free_at) + num_pieces * piece_s
-        await asyncio.sleep(self._pipe_free_at - loop.time())
-        return [Outcome.OK] * num_pieces
+        ended: asyncio.Future[list[Outcome]] = loop.create_future()
+        seconds = self._tier._take_pipe(self._num_pages * self._tier._page_s / self._tier.num_layers)
+        loop.call_later(seconds, ended.set_result, [Outcome.OK] * self._num_pages)
+        return ended
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class TimedHost(TimedTier):

@@ -50,8 +50,16 @@ def _restart(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: restart.run(report, note, plan)
 
 
+def _movers(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import movers
+
+    scale = movers.Scale(divisor=args.scale)
+    return lambda report, note: movers.run(report, scale)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
+    "movers": Bench("copies that hide behind computing, are asked for early, and are given up", _movers),
     "nvme": Bench("pages in and out of the NVMe tier, beside direct I/O without it", _nvme),
     "restart": Bench("how long until a cache that was killed is warm again", _restart),
 }

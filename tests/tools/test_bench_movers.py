@@ -1,0 +1,44 @@
+"""`hicache bench movers` and the planner's rows: all of them are there, and what is measured in virtual time is met."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hicache.tools.bench import planner
+from hicache.tools.bench.movers import Scale
+from hicache.tools.cli import main
+
+
+def test_bench_movers_measures_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "movers.json"
+    assert main(["bench", "movers", "--scale", "16", "--json", str(target)]) == 0
+    rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+    assert set(rows) == {"layerwise_overlap", "layerwise_overlap_threads", "prefetch_ttft", "cancel_returns_all"}
+    assert 1.0 < rows["layerwise_overlap"]["bound"] <= rows["layerwise_overlap"]["value"] <= 1.1
+    assert rows["layerwise_overlap"]["ok"]
+    assert rows["layerwise_overlap_threads"]["value"] > 0
+    assert rows["layerwise_overlap_threads"]["goal"] == 1.1
+    assert 0 < rows["prefetch_ttft"]["ratio"] < 0.7  # few requests: the queue has yet to grow
+    assert rows["cancel_returns_all"]["value"] == 1.0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rows)
+
+
+def test_plans_come_close_to_the_optimum_and_are_never_worse_than_a_single_choice() -> None:
+    rows = {row.name: row for row in planner.planner_rows()}
+    assert set(rows) == {"planner_worst_off", "planner_worst_vs_single", "planner_break_even"}
+    assert 1.0 <= rows["planner_worst_off"].value <= 1.04
+    assert rows["planner_worst_vs_single"].value <= 1.02
+    assert rows["planner_break_even"].value >= 1.85
+    assert all(row.ok for row in rows.values())
+
+
+def test_the_break_even_row_cannot_beat_its_bound() -> None:
+    point = planner.measure(8192, 1.0)
+    assert point.optimum <= point.ours < point.better_single
+
+
+def test_a_scale_divides_but_never_below_the_least() -> None:
+    assert Scale(4).of(100) == 25
+    assert Scale(1000).of(100, least=7) == 7
