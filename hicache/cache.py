@@ -180,6 +180,8 @@ class Cache:
         self._tasks = asyncio.TaskGroup()
         self._exit = AsyncExitStack()
         self._progress = asyncio.Event()
+        self._lines: Final[dict[TierId, dict[_Turn, None]]] = {tier_id: {} for tier_id in self.tiers}
+        """Who waits for room in each tier, in the order of arrival."""
         self._under_way: Final = dict.fromkeys(self.tiers, 0)
         """Demotions and moves under way, by tier: when one ends, pages may leave that could not before."""
         self._stalled: Final[set[TierId]] = set()
@@ -280,7 +282,8 @@ class Cache:
         """Take `num_pages` slots of a tier, evicting and demoting what leaves first by policy; all or none.
 
         Never takes what is pinned. With `wait`, room that others are making (demotions) or hold for a moment (steps) is
-        waited for, at most until `deadline` (monotonic seconds); whoever waits holds no pins himself.
+        waited for, at most until `deadline` (monotonic seconds); whoever waits holds no pins himself. Those who wait
+        for a tier are served in the order in which they came, so that nobody is passed over for ever.
 
         Raises `NoRoom` when even then the pages cannot be had, `TierUnavailable` when the tier is down,
         `DeadlineExceeded` at the deadline, `Closed`.
@@ -289,18 +292,40 @@ class Cache:
         if num_pages > tier.capacity_pages:
             raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
         self._require_open()
+        if not wait or not num_pages:
+            return await self._allocate_now(tier, num_pages, deadline)
+        line, turn = self._lines[tier_id], _Turn(num_pages)
+        line[turn] = None
+        try:
+            while tier.num_free < (wanted := _pages_until(line, turn)):
+                num_changes = self._num_changes
+                made_room = await self._make_room(tier_id, wanted - tier.num_free, deadline=deadline)
+                self._require_open()
+                if made_room or self._num_changes != num_changes:
+                    continue
+                # Tried again only when something is new: to demote what cannot be demoted now would fail again.
+                while self._num_changes == num_changes and tier.num_free < _pages_until(line, turn):
+                    # A tier below counts too: what cannot be demoted now may be when it has room again. Whoever is next
+                    # gets room or gives up when there is nothing to wait for; the others then see what is left.
+                    under_way = any(self._under_way[each] for each in self._from(tier_id))
+                    if not (under_way or self._holders) and next(iter(line)) is turn:
+                        raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
+                    await self.wait_for_progress(deadline)
+                    self._require_open()
+            return tier.allocate(num_pages)
+        finally:
+            del line[turn]
+            if line:
+                self._wake()
+
+    async def _allocate_now(self, tier: Tier, num_pages: int, deadline: float) -> Slots:
+        """`allocate` without waiting for others. Those who wait may be waiting for just this, so it passes them."""
         while tier.num_free < num_pages:
             num_changes = self._num_changes
-            made_room = await self._make_room(tier_id, num_pages - tier.num_free, deadline=deadline)
+            made_room = await self._make_room(tier.tier_id, num_pages - tier.num_free, deadline=deadline)
             self._require_open()
-            if made_room or self._num_changes != num_changes:
-                continue
-            # A tier below counts too: what cannot be demoted now may be when it has room again.
-            under_way = any(self._under_way[each] for each in self._from(tier_id))
-            if not wait or not (under_way or self._holders):
-                raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
-            await self.wait_for_progress(deadline)
-            self._require_open()
+            if not made_room and self._num_changes == num_changes:
+                raise NoRoom(tier.tier_id, pages_asked=num_pages, pages_free=tier.num_free)
         return tier.allocate(num_pages)
 
     @property
@@ -482,7 +507,10 @@ class Cache:
             self._under_way[tier_id] -= 1
             self._stalled.discard(tier_id)
         self._free_slots(finished.freed)
-        self._changed()
+        if any(ok):
+            self._changed()
+        else:
+            self._wake()
         moving.done.set()
 
     def _forget_bad(self, moving: "Moving", outcomes: Sequence[Outcome | None]) -> None:
@@ -776,6 +804,13 @@ class Moving:
     """Every page arrived."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """A place in the line of those who wait for room."""
+
+    num_pages: int
+
+
 @dataclass(slots=True, eq=False)
 class _Reading:
     """A page on its way from NVMe to a host slot that is not in the tree."""
@@ -796,6 +831,16 @@ def _first_below(above: Node | None, end: Node) -> Node | None:
     while step is not None and (parent := step.parent) is not above:
         step = parent
     return step
+
+
+def _pages_until(line: Iterable[_Turn], turn: _Turn) -> int:
+    """Pages that a turn and those before it wait for."""
+    num_pages = 0
+    for each in line:
+        num_pages += each.num_pages
+        if each is turn:
+            break
+    return num_pages
 
 
 def _covering(nodes: Sequence[Node], num_pages: int) -> list[Node]:

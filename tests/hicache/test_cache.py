@@ -377,6 +377,44 @@ def test_a_wait_for_room_ends_when_a_step_does_or_at_its_deadline() -> None:
     run_simulated(main, 0)
 
 
+def test_nobody_who_waits_for_room_is_passed_over_for_ever() -> None:
+    """One asks for most of the device while others keep taking and giving back a page: it has its turn, in order."""
+
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=8, host_pages=8, nvme_pages=None) as setup:
+            cache, order = setup.cache, list[str]()
+            holder = setup.request()
+            sequence = await holder.open(prompt(1, 4))
+            plan = await sequence.begin(prompt(1, 4), deadline=world.monotonic() + 1)  # a pin that others wait for
+
+            async def busy(number: int) -> None:
+                for _ in range(20):
+                    slots = await cache.allocate(DEVICE, 3, deadline=world.monotonic() + 100)
+                    order.append(f"small {number}")
+                    await asyncio.sleep(world.rng.uniform(0.1, 0.3))
+                    cache.free({DEVICE: slots})
+
+            async def large() -> None:
+                await asyncio.sleep(1)
+                order.append("asks")
+                slots = await cache.allocate(DEVICE, 6, deadline=world.monotonic() + 100)
+                order.append("has it")
+                cache.free({DEVICE: slots})
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(3):
+                    group.create_task(busy(number))
+                group.create_task(large())
+            asked, served = order.index("asks"), order.index("has it")
+            assert served - asked <= 3, "who came later was served first, again and again"
+            assert len(order) == 62
+            sequence.abort(plan)
+            sequence.close()
+            setup.check_quiet()
+
+    run_simulated(main, 0)
+
+
 def test_a_disk_that_hangs_costs_hits_and_no_request() -> None:
     async def main(world: World) -> None:
         async with opened(world, device_pages=8, host_pages=8, nvme_pages=64) as setup:
