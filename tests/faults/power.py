@@ -92,6 +92,8 @@ class PowerRun:
         root = self.disk.open("/", 0)
         self.disk.fsync(root)
         self.disk.close(root)
+        self.cuts_while_opening = 0.15
+        """Share of starts in which the end comes before they are done."""
         self.tier: NvmeTier | None = None
         self.ended_at: int | None = None
         """What was durable when the process or the power ended; None while they live."""
@@ -108,7 +110,7 @@ class PowerRun:
         await self._end(cut=False)
         self.rates = HONEST
         await self._open()
-        await self._prove_well()
+        await self.prove_well()
         self.tally.faults = sum(self.disk.num_faults.values())
         return self.tally
 
@@ -118,7 +120,7 @@ class PowerRun:
         """Steps at the same time; the process or the power may end in their midst."""
         cut = self.rng.random() < 0.5
         if self.rng.random() < 0.12:
-            self.disk.cut_power_at(self.rng.randint(1, 40), self._on_end)
+            self.disk.cut_power_at(self.rng.randint(1, 40), self.on_end)
         try:
             async with asyncio.TaskGroup() as group:
                 for step in steps:
@@ -126,12 +128,13 @@ class PowerRun:
         except* PowerCut:
             pass
         if self.ended_at is not None:
-            await self._begin_again(cut)
+            await self.begin_again(cut)
         elif self.rng.random() < 0.03:
             await self._end(cut)
             await self._open()
 
-    def _on_end(self) -> None:
+    def on_end(self) -> None:
+        """The process or the power ends: what was durable at this moment counts."""
         self.ended_at = self.tier.durable if self.tier is not None else self._durable
 
     async def _end(self, cut: bool) -> None:
@@ -150,7 +153,8 @@ class PowerRun:
         if cut:
             self.disk.power_up()
 
-    async def _begin_again(self, cut: bool) -> None:
+    async def begin_again(self, cut: bool) -> None:
+        """Go on after the end: of the process alone, or of the power too."""
         assert self.ended_at is not None
         if self.tier is not None:
             self._durable = self.ended_at
@@ -174,8 +178,8 @@ class PowerRun:
         tries = 0
         while True:
             self.disk.rates = self.rates if tries < OPENING_TRIES else HONEST
-            if self.rng.random() < 0.15:
-                self.disk.cut_power_at(self.rng.randint(1, 60), self._on_end)
+            if self.rng.random() < self.cuts_while_opening:
+                self.disk.cut_power_at(self.rng.randint(1, 60), self.on_end)
             try:
                 tier = self._opened()
             except TierUnavailable as error:
@@ -241,7 +245,7 @@ class PowerRun:
             raise PowerCut
         match self.rng.choices(("write", "free", "read", "stale", "layers", "sync", "wait"), (9, 4, 7, 1, 2, 3, 3)):
             case ["write"]:
-                await self._write()
+                await self.write(self.rng.randint(1, 4))
             case ["free"]:
                 self._free()
             case ["read"]:
@@ -262,20 +266,21 @@ class PowerRun:
         assert self.tier is not None
         return self.tier
 
-    async def _write(self) -> None:
+    async def write(self, num_pages: int) -> list[Page]:
+        """Write at most so many new pages, each below the one before; those that were accepted."""
         tier = self._still_alive()
-        path = self.oracle.new_path(self.rng.randint(1, 4))
+        path = self.oracle.new_path(num_pages)
         try:
             slots = tier.allocate(len(path)).tolist()
         except NoRoom:
             self._free()
-            return
+            return []
         except TierUnavailable:
             self._still_alive()
             if not self._failing:
                 raise
             await asyncio.sleep(1.5)
-            return
+            return []
         self._still_alive()
         lives = [Life(slot, tier.generation(slot)) for slot in slots]
         for page, life in zip(path, lives, strict=True):
@@ -300,6 +305,7 @@ class PowerRun:
         # As the cache does: what lies below a page that failed is of no use.
         num_good = next((place for place, life in enumerate(lives) if life.failed), len(lives))
         self._give_back(path[num_good:])
+        return path[:num_good]
 
     def _hold(self, path: Sequence[Page], above: Page | None, change: int) -> None:
         for page in (*path, *([above] if above is not None else [])):
@@ -428,8 +434,8 @@ class PowerRun:
             elif outcome is not Outcome.ERROR and not any(below.busy for below in page.below()):
                 self._give_back(list(page.below()))
 
-    async def _prove_well(self) -> None:
-        """Nothing fails any more: within seconds pages are written, durable and there after a restart."""
+    async def prove_well(self) -> None:
+        """Nothing fails any more: within seconds pages are written, durable, and there after a restart."""
         tier = self.tier
         assert tier is not None
         self.disk.rates = HONEST
@@ -438,9 +444,7 @@ class PowerRun:
             gone = [page for page in self.oracle.pages.values() if page.life is not None]
             if gone and tier.num_free < 2:
                 self._give_back(gone)
-            before = self.tally.pages_written
-            await self._write()
-            if self.tally.pages_written > before:
+            if await self.write(2):
                 break
         else:
             raise Broken("five seconds after the last fault nothing can be written")

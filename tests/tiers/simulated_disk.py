@@ -236,6 +236,11 @@ class SimulatedDisk(FileIO):
             path: bytes(node.content) if isinstance(node, _File) else None for path, node in _paths(self._root, "")
         }
 
+    def nodes(self) -> Iterable[tuple[str, object]]:
+        """Every path with what it names; paths of directories end in a slash."""
+        for path, node in (("", self._root), *_paths(self._root, "")):
+            yield path + "/" * isinstance(node, _Directory), node
+
     # ---- files by name
 
     def open(self, name: str, flags: int, *, directory_fd: int | None = None) -> int:
