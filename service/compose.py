@@ -38,6 +38,7 @@ from hicache.tiers.context import ContextParts, Staging
 from hicache.tiers.device import DeviceTier
 from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
+from hicache.tiers.nvme.geometry import PageShape
 from hicache.writing import Durability, Flushed, Persisted
 
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -91,6 +92,7 @@ class HiCache:
         nvme_bytes: int | None = None,
         nvme_min_free_bytes: int = 0,
         nvme_write_bytes_per_day: int | None = None,
+        nvme_codec: str = "none",
         device: str = "cpu",
         metadata_bytes: int | None = None,
         progress: Progress | None = None,
@@ -106,6 +108,8 @@ class HiCache:
                 there grow or shrink.
             nvme_min_free_bytes: no new pages are taken while the file system has less space left for others.
             nvme_write_bytes_per_day: no new pages are taken while more were written; None for no bound.
+            nvme_codec: how pages are encoded there: "none", or one of `NvmeTier.open`. A lossy one takes only pages of
+                namespaces whose `codec` names it; others then end in host memory.
             device: "cpu", or "cuda[:index]" where there is one.
             metadata_bytes: most memory for the index of what is cached, by its own estimate (about 700 bytes a prefix
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
@@ -116,7 +120,7 @@ class HiCache:
         """
         return cls(_Budgets.checked(
             layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, nvme_min_free_bytes, nvme_write_bytes_per_day,
-            device, metadata_bytes, progress,
+            nvme_codec, device, metadata_bytes, progress,
         ))
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
@@ -488,6 +492,7 @@ class _Budgets:
     nvme_bytes: int
     nvme_min_free_bytes: int
     nvme_write_bytes_per_day: int | None
+    nvme_codec: str
     device: str
     metadata_bytes: int | None
     progress: Progress | None
@@ -502,6 +507,7 @@ class _Budgets:
         nvme_bytes: int | None,
         nvme_min_free_bytes: int,
         nvme_write_bytes_per_day: int | None,
+        nvme_codec: str,
         device: str,
         metadata_bytes: int | None,
         progress: Progress | None,
@@ -525,10 +531,14 @@ class _Budgets:
         ):
             problem = f"{nvme_write_bytes_per_day!r} is not a number of bytes from one page, {layout.page_bytes}, on"
             raise BadRequest("nvme_write_bytes_per_day", problem)
+        try:
+            PageShape.of(layout, codec=nvme_codec)
+        except BadRequest as error:
+            raise BadRequest("nvme_codec", error.problem) from None
         directory = Path(nvme_dir) if nvme_dir is not None else None
         return cls(
             layout, device_bytes, host_bytes, directory, nvme_bytes or 0, nvme_min_free_bytes,
-            nvme_write_bytes_per_day, device, metadata_bytes, progress,
+            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, progress,
         )
 
     def told(self, phase: str) -> Callable[[int, int], None]:
@@ -573,6 +583,7 @@ async def _build(budgets: _Budgets) -> _Parts:
                 capacity_bytes=budgets.nvme_bytes,
                 min_free_bytes=budgets.nvme_min_free_bytes,
                 write_bytes_per_day=budgets.nvme_write_bytes_per_day,
+                codec=budgets.nvme_codec,
                 clock=clock,
                 progress=budgets.told("nvme"),
             )

@@ -81,6 +81,22 @@ def test_another_budget_keeps_what_fits(tmp_path: Path) -> None:
             compute(cache, document, 150)
 
 
+def test_a_codec_of_the_disk_changes_no_byte(tmp_path: Path) -> None:
+    def opened() -> HiCache:
+        return HiCache.open(
+            LAYOUT, device_bytes=16 * LAYOUT.page_bytes, host_bytes=32 * LAYOUT.page_bytes,
+            nvme_dir=tmp_path / "nvme", nvme_bytes=256 * 2 * 49152, nvme_codec="lz4",
+        )
+
+    with opened() as cache:
+        compute(cache, 1, 150)
+        assert cache.persist(MODEL, prompt(1, 150)).num_tokens == 144
+    with opened() as cache:
+        assert compute(cache, 1, 150) == 144
+    with pytest.raises(TierUnavailable, match="codec"):
+        open_cache(tmp_path)
+
+
 def test_who_has_no_nvme_is_told(tmp_path: Path) -> None:
     with open_cache(tmp_path, nvme_pages=None) as cache:
         compute(cache, 1, 40)
@@ -98,6 +114,8 @@ def test_who_has_no_nvme_is_told(tmp_path: Path) -> None:
         ("nvme_min_free_bytes", 1.5),
         ("nvme_write_bytes_per_day", 0),
         ("nvme_write_bytes_per_day", LAYOUT.page_bytes - 1),
+        ("nvme_codec", "zip"),
+        ("nvme_codec", "exponent-zstd"),
     ],
 )
 def test_budgets_out_of_bounds_are_refused_before_anything_is_made(tmp_path: Path, option: str, value: object) -> None:
