@@ -35,9 +35,9 @@ class BadRequest(HicacheError, ValueError):
 
 
 class NoRoom(HicacheError):
-    """A tier cannot give the pages asked for, or the tree's metadata budget cannot hold them (`tier` is then
-    "metadata", and the message gives bytes). Raised by `Tier.allocate`, by the cache after evicting what it may, and by
-    `HiRadixTree.insert`."""
+    """A tier cannot give the pages asked for, or one of the tree's own bounds is reached. `tier` then names what is
+    bounded: "metadata" (`HiRadixTree.insert`), "publications" (`publish`) or "leases" (`lease`), and the message gives
+    the bound. Raised by `Tier.allocate`, by the cache after evicting what it may, and by the tree."""
 
     reason = "no_room"
 
@@ -62,6 +62,13 @@ class LeaseExpired(HicacheError):
     """The lease ended, was released, or is another owner's: what was read under it must not be used."""
 
     reason = "lease_expired"
+
+    def __init__(self, field: str, problem: str) -> None:
+        """`field` is what does not hold: "generation" (it has ended, or was made elsewhere), "owner", "deadline" (it is
+        past), or "pages" (they are gone)."""
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
 
 
 class DeadlineExceeded(HicacheError, TimeoutError):

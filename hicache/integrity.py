@@ -11,7 +11,7 @@ import numpy as np
 from hicache import metadata
 from hicache.evictable import is_held, tiers_of_children
 from hicache.lease import Hold, Move
-from hicache.node import TIER_MASK, Node, child_nodes, slots_of, state_of
+from hicache.node import TIER_MASK, Box, Node, child_nodes, slots_of, state_of
 from hicache.policy.base import EvictionPolicy
 from hicache.residency import IN_TIER, Residency
 from hicache.tier import chain_digest
@@ -195,17 +195,19 @@ def _check_metadata(tree: "HiRadixTree", live: list[Node], gone: list[Node]) -> 
     assert tree._num_copies == sum(copies), "copies are miscounted"
     assert tree._num_pages == sum(node._num_pages for node in live), "pages are miscounted"
     slots = sum(tree.occupancy(tier).total for tier in tree.tiers)
-    published, reports = tree._published.publications.values(), tree._reports.by_node.values()
     assert tree.metadata_bytes == (
         (len(live) + len(gone)) * (metadata.NODE_BYTES + (tree.metadata_budget is not None) * metadata.ORDER_BYTES)
         + sum(copies) * metadata.ORDER_BYTES
         + sum(node._num_pages for node in live) * tree.page_size * 4
         + slots * 4
         + len(tree._roots) * metadata.ROOT_BYTES
-        + len(published) * metadata.PUBLICATION_BYTES
-        + sum(len(each.readers) for each in published) * metadata.READER_BYTES
-        + sum(map(len, reports)) * metadata.REPORT_BYTES
     ), "the estimate of metadata is not that of its parts"
+    published = tree._published.publications.values()
+    assert tree.aside_bytes == (
+        len(published) * metadata.PUBLICATION_BYTES
+        + sum(len(each.readers) for each in published) * metadata.READER_BYTES
+        + tree._reports.num_bytes
+    ), "the estimate of publications and reports is not that of its parts"
 
 
 def _check_published(tree: "HiRadixTree", live: list[Node]) -> None:
@@ -232,12 +234,16 @@ def _check_published(tree: "HiRadixTree", live: list[Node]) -> None:
 
 def _check_reports(tree: "HiRadixTree", live: list[Node]) -> None:
     nodes, reports = set(live), tree._reports
-    nodes_of: dict[str, set[Node]] = {}
-    for node, masks in reports.by_node.items():
+    nodes_of: dict[str, set[Box]] = {}
+    num_bytes = 0
+    for (node,), (masks,) in reports.by_node.items():
         assert node in nodes, "12: a report is about a node that is gone"
         assert masks, "12: a node without reports is kept"
         for instance, pages in masks.items():
             assert 0 < pages < 1 << node._num_pages, "12: a report is about pages that the node does not have"
-            nodes_of.setdefault(instance, set()).add(node)
+            nodes_of.setdefault(instance, set()).add((node,))
+            num_bytes += metadata.REPORT_BYTES + pages.bit_length() // 8
+        assert not gc.is_tracked(masks), "the collector sees a report"
     assert reports.nodes_of == nodes_of, "12: instances and nodes disagree"
-    assert reports.num_reports == sum(map(len, nodes_of.values())), "12: reports are miscounted"
+    assert reports.num_bytes == num_bytes <= reports.max_bytes, "12: reports are miscounted"
+    assert not any(map(gc.is_tracked, (reports.by_node, *reports.nodes_of.values()))), "the collector sees reports"

@@ -8,6 +8,7 @@ Only the tree makes and changes them. A split gives both halves to every pin and
 is the end of the lower half, the half that keeps the node's identity.
 """
 
+from hicache.collector import untrack
 from hicache.node import Node
 from hicache.tier import TierId
 
@@ -22,6 +23,7 @@ class Lease:
         self._owner = owner
         self._generation = generation
         self._deadline = deadline
+        untrack(self)  # there may be as many as nodes, and nothing refers back to one
 
     @property
     def node(self) -> Node | None:

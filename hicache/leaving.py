@@ -4,6 +4,7 @@ from heapq import heappop, heappush
 
 import numpy.typing as npt
 
+from hicache.arguments import moment, name, whole
 from hicache.errors import BadRequest, NoRoom
 from hicache.evictable import is_held
 from hicache.metadata import ROOT_BYTES
@@ -22,6 +23,7 @@ class Leaving(Structure):
     def can_evict(self, node: Node, tier: TierId) -> bool:
         """Whether `evict` is allowed: the copy is RESIDENT and unused, and another remains or nobody needs one."""
         index = tier_index(self._tier_index, tier)
+        self._require_node(node)
         if node._parent is None or not node._states >> index & 1 or is_held(node._holds, index):
             return False
         return node._states & TIER_MASK != 1 << index or not (node._num_leases or node._children)
@@ -31,10 +33,12 @@ class Leaving(Structure):
 
         Each is a leaf of the tier that nobody uses there; it can be evicted, or else demoted to a slower tier. They may
         cover less: nodes above become leaves when these have left, so take these and ask again. The last one may hold
-        more pages than are wanted; `evict` takes them from its end.
+        more pages than are wanted; `evict` takes them from its end. Raises `BadRequest`, for a `num_pages` below 0 too.
         """
-        self._advance(now)
-        return self._evictable.victims(tier_index(self._tier_index, tier), num_pages)
+        index = tier_index(self._tier_index, tier)
+        num_pages = whole("num_pages", num_pages, 0)
+        self._advance(moment("now", now))
+        return self._evictable.victims(index, num_pages)
 
     def evict(self, node: Node, tier: TierId, num_pages: int | None = None) -> Freed:
         """Let a node's copy leave a tier, or the last `num_pages` pages of it (the node is then split).
@@ -44,8 +48,8 @@ class Leaving(Structure):
         """
         index = tier_index(self._tier_index, tier)
         self._require_resident(node, index)
-        if num_pages is not None and not 1 <= num_pages <= node._num_pages:
-            raise BadRequest("num_pages", f"{num_pages} is not within 1 to {node._num_pages}")
+        if num_pages is not None:
+            num_pages = whole("num_pages", num_pages, 1, node._num_pages)
         if not self.can_evict(node, tier):
             reason = "is used by a pin or a move" if is_held(node._holds, index) else "is the last, and still needed"
             raise BadRequest("node", f"its copy in {tier} {reason}")
@@ -71,10 +75,8 @@ class Leaving(Structure):
         in the tier (any more), there is nothing to do. Slots that a pin or a move uses come back when that ends.
         """
         index = tier_index(self._tier_index, tier)
-        if not 0 <= first_page < node._num_pages:
-            raise BadRequest("first_page", f"{first_page} is not within 0 to {node._num_pages - 1}")
-        if node._root.tiers is not self._tier_index:
-            raise BadRequest("node", "belongs to another tree")
+        self._require_node(node)
+        first_page = whole("first_page", first_page, 0, node._num_pages - 1)
         freed: FreedParts = {}
         if node._parent is not None and node._states >> index & 1:
             if first_page:
@@ -95,8 +97,8 @@ class Leaving(Structure):
         packed = view_tokens(tokens)
         check_ids("tokens", packed)
         num_pages, num_tail = divmod(len(packed), self.page_size)
-        if first_page is not None and not 0 <= first_page <= num_pages:
-            raise BadRequest("first_page", f"{first_page} is not within 0 to {num_pages} pages")
+        if first_page is not None:
+            first_page = whole("first_page", first_page, 0, num_pages)
         root = self._roots.get(digest_of(namespace))
         if root is None:
             return Removed({}, 0, 0, ())
@@ -145,6 +147,7 @@ class Leaving(Structure):
         """
         index = None if tier is None else tier_index(self._tier_index, tier)
         digest = None if namespace is None else digest_of(namespace)
+        tenant = None if tenant is None else name("tenant", tenant)
         tops = [
             node
             for root in self._roots.values()

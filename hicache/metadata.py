@@ -1,7 +1,9 @@
 """What the tree's own memory is estimated from: how many bytes a node costs beside what is counted exactly.
 
 The estimate is a sum of counts that the tree keeps anyway, so it costs nothing to keep: nodes, copies of nodes in
-tiers, namespaces, publications and reports, each times a constant below; and, exactly, 4 bytes a token and 4 a slot.
+tiers and namespaces, each times a constant below; and, exactly, 4 bytes a token and 4 a slot. Publications and reports
+are estimated in the same way, but apart: they are bounded by themselves, so that neither what one tenant publishes nor
+what an engine claims to have can push pages out of the index.
 
 The constants come from the growth of a process's resident memory under CPython 3.11, with a budget set
 (`tests/hicache/test_metadata.py` measures it again). Over the shapes that were tried (flat and in groups, a spine with
@@ -27,7 +29,14 @@ PUBLICATION_BYTES: Final = 560
 READER_BYTES: Final = 120
 """When another tenant last used a publication."""
 REPORT_BYTES: Final = 420
-"""What one engine reported about one node."""
+"""What one engine reported about one node, beside a bit a page."""
+
+MAX_PUBLICATIONS: Final = 20_000
+"""Publications of all tenants at one time, where a tree is not told otherwise."""
+MAX_READERS: Final = 64
+"""Tenants whose last use of a publication is remembered; beyond, the one that used it longest ago is forgotten."""
+MAX_REPORT_BYTES: Final = 64 << 20
+"""Memory for all reports, where a tree is not told otherwise: some 150,000 pairs of a node and an engine."""
 
 
 def check_metadata_bytes(budget: int | None, *, page_size: int, num_tiers: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy.typing as npt
 
+from hicache.arguments import flag
 from hicache.errors import BadRequest
 from hicache.lease import Hold, Move, Pin
 from hicache.node import Node, state_of, tier_index
@@ -24,15 +25,21 @@ class Moving(Structure):
         Raises `NotResident` when one of the nodes is not RESIDENT there.
         """
         index = tier_index(self._tier_index, tier)
-        pinned = list(dict.fromkeys(nodes))
+        if not isinstance(nodes, Iterable):
+            raise BadRequest("nodes", f"{type(nodes).__name__} is not a collection of nodes")
+        pinned = list(nodes)
         for node in pinned:
             self._require_resident(node, index)
+        pinned = list(dict.fromkeys(pinned))
         pin = Pin(pinned, tier, 1 << index)
         self._hold(pin)
         return pin
 
     def unpin(self, pin: Pin) -> Freed:
-        """End a pin; again is no error. Returns the slots of pages removed meanwhile that nobody else uses."""
+        """End a pin; again is no error. Returns the slots of pages removed meanwhile that nobody else uses. Raises
+        `BadRequest` for what is no pin: a move ends by `finish_move`, since only then its target is known."""
+        if not isinstance(pin, Pin):
+            raise BadRequest("pin", f"{type(pin).__name__} is not a pin")
         freed: FreedParts = {}
         if self._let_go(pin):
             for node in pin._nodes:
@@ -62,8 +69,13 @@ class Moving(Structure):
 
         Runs that arrived become RESIDENT in the target, failed ones ABSENT again (nodes split at the borders). Pages
         removed meanwhile stay removed: their slots come back. A move ends once; again changes nothing and returns
-        nothing. Raises `BadRequest` when `ok` does not have one value a page.
+        nothing. Raises `BadRequest` when `ok` does not have one truth value a page.
         """
+        if not isinstance(move, Move):
+            raise BadRequest("move", f"{type(move).__name__} is not a move")
+        if not isinstance(ok, Iterable):
+            raise BadRequest("ok", f"{type(ok).__name__} is not a sequence of truth values")
+        ok = [flag("ok", each) for each in ok]
         if move._open and len(ok) != move.num_pages:
             raise BadRequest("ok", f"{len(ok)} values for {move.num_pages} pages")
         freed: FreedParts = {}
@@ -74,7 +86,7 @@ class Moving(Structure):
         pieces: list[Node] = []
         start = 0
         for node in move._nodes:
-            flags = [bool(flag) for flag in ok[start : start + node._num_pages]]
+            flags = ok[start : start + node._num_pages]
             start += len(flags)
             if state_of(node._states, target) is not Residency.ARRIVING:
                 self._release_condemned(node, freed)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from hicache.metadata import MAX_READERS
 from hicache.node import PUBLISHED, Node, Root
 from hicache.tokens import common_bytes
 
@@ -35,13 +36,14 @@ class Publication:
     node: Node
     """Where it ends now."""
     readers: dict[str, float] = field(default_factory=dict)
-    """When each other tenant last used a page of it, monotonic seconds."""
+    """When each other tenant last used a page of it, monotonic seconds: of the `MAX_READERS` that did last."""
 
 
 class Published:
     """The index. Called by the tree alone; only this class sets and clears `PUBLISHED`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_publications: int) -> None:
+        self.max_publications: Final = max_publications
         self.publications: Final[dict[bytes, Publication]] = {}
         self.ends: Final[dict[Node, list[Publication]]] = {}
         self.below: Final[dict[Node, dict[bytes, Node]]] = {}
@@ -145,6 +147,9 @@ class Published:
             if publication.scope == scope:
                 self.num_readers += tenant not in publication.readers
                 publication.readers[tenant] = now
+                if len(publication.readers) > MAX_READERS:
+                    del publication.readers[min(publication.readers, key=lambda each: publication.readers[each])]
+                    self.num_readers -= 1
 
     def _covering(self, node: Node) -> Iterator[Publication]:
         stack = [node] if node._states & PUBLISHED else []

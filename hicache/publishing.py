@@ -2,7 +2,7 @@
 
 import numpy.typing as npt
 
-from hicache.errors import BadRequest, NotResident
+from hicache.errors import BadRequest, NoRoom, NotResident
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.results import PublicationInfo
@@ -23,16 +23,21 @@ class Publishing(Structure):
         What comes back later has to be published again.
 
         Splits a node where the prefix ends inside it; returns the node that ends there. Raises `BadRequest` for tokens
-        that are not one or more whole pages, `NotResident` when not all of them are in the tree.
+        that are not one or more whole pages, `NotResident` when not all of them are in the tree, `NoRoom` naming
+        "publications" when the tree has `max_publications` already.
         """
         raw = self._whole_pages(tokens)
         root = self._roots.get(digest_of(namespace))
         path, position, inside = self._descend(root, raw, len(raw)) if root is not None else ([], 0, 0)
         if position < len(raw):
             raise NotResident("the tree", f"page {position // self._page_bytes} of the prefix to publish")
+        key, most = self._key(namespace, raw), self._published.max_publications
+        if key not in self._published.publications and len(self._published.publications) >= most:
+            problem = f"{most} are all that may be published at a time"
+            raise NoRoom("publications", pages_asked=len(raw) // self._page_bytes, pages_free=0, problem=problem)
         if inside < path[-1]._num_pages:
             path[-1] = self._split(path[-1], inside)
-        self._published.publish(self._key(namespace, raw), namespace.scope, path)
+        self._published.publish(key, namespace.scope, path)
         return path[-1]
 
     def unpublish(self, namespace: Namespace, tokens: npt.ArrayLike) -> bool:

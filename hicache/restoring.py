@@ -4,6 +4,7 @@ from typing import Final
 
 import numpy.typing as npt
 
+from hicache.arguments import moment
 from hicache.errors import BadRequest, NoRoom
 from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.namespace import Namespace
@@ -51,8 +52,9 @@ class Restoring(Structure):
             raise BadRequest("tokens", f"{len(packed)} tokens are not one or more whole pages of {self.page_size}")
         check_ids("tokens", packed)
         new_slots = pack_slots(slots, num_pages).tobytes()
-        if len(chain) != DIGEST_BYTES:
-            raise BadRequest("chain", f"{len(chain)} bytes are not {DIGEST_BYTES}")
+        if type(chain) is not bytes or len(chain) != DIGEST_BYTES:
+            raise BadRequest("chain", f"{chain!r:.80} is not {DIGEST_BYTES} bytes")
+        now = moment("now", now)
         digest = digest_of(namespace)
         above = self._roots.get(digest) if parent is None else parent
         raw = raw_bytes(packed)

@@ -23,7 +23,7 @@ class Partial(NamedTuple):
     page: int
     """Index of the page in `node`, from 0."""
     num_tokens: int
-    """Tokens shared beyond `Match.num_tokens`, 1 to page_size - 1, or a whole page less than the prompt has."""
+    """Tokens shared beyond `Match.num_tokens`, 1 to page_size - 1."""
 
 
 class Match(NamedTuple):
@@ -40,6 +40,8 @@ class Match(NamedTuple):
     owner: bytes = b""
     """Digest of the namespace whose pages `nodes` are, 32 bytes: the one asked for, or that of another tenant who
     published them. The partial may be another one's again: its node names it."""
+    asked: bytes = b""
+    """Digest of the namespace that was asked for, 32 bytes."""
 
 
 class Inserted(NamedTuple):

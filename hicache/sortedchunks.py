@@ -68,6 +68,15 @@ class SortedChunks(Generic[T]):
         else:
             del self._chunks[at], self._firsts[at]
 
+    def following(self, member: T, limit: int) -> list[T]:
+        """Up to `limit` members above `member`, from the least on: at least one where there is one."""
+        at = max(0, bisect_right(self._firsts, member) - 1)
+        for chunk in self._chunks[at : at + 2]:
+            index = bisect_right(chunk, member)
+            if index < len(chunk):
+                return chunk[index : index + limit]
+        return []
+
     def neighbours(self, query: T) -> tuple[T | None, T | None]:
         """The largest member below `query` and the smallest one not below it; None where there is none."""
         chunks = self._chunks

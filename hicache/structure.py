@@ -11,16 +11,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hicache.arguments import name, whole
 from hicache.collector import untrack
 from hicache.errors import BadRequest, NotResident
 from hicache.evictable import Evictable, is_held
 from hicache.layout import MAX_PAGE_SIZE
 from hicache.metadata import (
+    MAX_PUBLICATIONS,
+    MAX_REPORT_BYTES,
     NODE_BYTES,
     ORDER_BYTES,
     PUBLICATION_BYTES,
     READER_BYTES,
-    REPORT_BYTES,
     ROOT_BYTES,
     check_metadata_bytes,
 )
@@ -74,19 +76,27 @@ class Structure:
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,
+        max_publications: int = MAX_PUBLICATIONS,
+        max_report_bytes: int = MAX_REPORT_BYTES,
     ) -> None:
         self._roots: Final[dict[bytes, Root]] = {}
         self._limbo: Final[set[Node]] = set()  # left the tree, with CONDEMNED copies
         if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
             raise BadRequest("page_size", f"{page_size!r} is not within 1 to {MAX_PAGE_SIZE} tokens")
+        if isinstance(tiers, str) or not isinstance(tiers, Sequence):
+            raise BadRequest("tiers", f"{type(tiers).__name__} is not a sequence of tiers")
         if not 1 <= len(tiers) <= MAX_TIERS:
             raise BadRequest("tiers", f"{len(tiers)} tiers are not within 1 to {MAX_TIERS}")
+        for tier in tiers:
+            name("tiers", tier)
         if len(set(tiers)) != len(tiers):
             raise BadRequest("tiers", "a tier is named twice")
         policies = policies or {}
         if unknown := set(policies) - set(tiers):
             raise BadRequest("policies", f"{', '.join(sorted(unknown))} is no tier of this tree")
         check_metadata_bytes(metadata_bytes, page_size=page_size, num_tiers=len(tiers))
+        max_publications = whole("max_publications", max_publications, 0)
+        max_report_bytes = whole("max_report_bytes", max_report_bytes, 0)
         self.metadata_budget: Final = metadata_bytes
         """Most bytes that `insert` lets the tree's own memory grow to, by its own estimate; None for no bound."""
         self.page_size: Final = page_size
@@ -97,14 +107,13 @@ class Structure:
             [policies.get(tier) or LruPolicy() for tier in tiers],
             LruPolicy() if metadata_bytes is not None else None,
         )
-        self._published: Final = Published()
-        self._reports: Final = Reports()
+        self._published: Final = Published(max_publications)
+        self._reports: Final = Reports(max_report_bytes)
         self._pages: Final = [[0] * len(Residency) for _ in tiers]
         self._now = float("-inf")
         self._num_nodes = 0
         self._num_pages = 0  # in the tree, each once, wherever its copies are
         self._num_copies = 0  # pairs of a node and a tier in which it is not ABSENT, in the tree or in limbo
-        self._version = 0  # counts structural changes: what `walk` looks at between its steps
 
     def __del__(self) -> None:
         # The collector does not see nodes, so cycles through them are undone here.
@@ -129,8 +138,11 @@ class Structure:
 
     @property
     def metadata_bytes(self) -> int:
-        """About how many bytes of memory the tree uses: see `hicache.metadata` for what is counted and how well."""
-        published, budgeted = self._published, self.metadata_budget is not None
+        """About how many bytes of memory the tree uses: see `hicache.metadata` for what is counted and how well.
+
+        This is what the budget bounds. Publications and reports have bounds of their own, and are in `aside_bytes`.
+        """
+        budgeted = self.metadata_budget is not None
         return (
             (self._num_nodes + len(self._limbo)) * (NODE_BYTES + budgeted * ORDER_BYTES)
             + self._num_copies * ORDER_BYTES
@@ -138,17 +150,30 @@ class Structure:
             # What is not ABSENT has a slot; all states of a tier together count 0 pages.
             - sum([pages[Residency.ABSENT] for pages in self._pages]) * SLOT_BYTES
             + len(self._roots) * ROOT_BYTES
-            + len(published.publications) * PUBLICATION_BYTES
-            + published.num_readers * READER_BYTES
-            + self._reports.num_reports * REPORT_BYTES
         )
+
+    @property
+    def aside_bytes(self) -> int:
+        """About how many bytes of memory publications and reports take, beside `metadata_bytes`. No page leaves and no
+        insert is refused for them."""
+        published = self._published
+        return (
+            len(published.publications) * PUBLICATION_BYTES
+            + published.num_readers * READER_BYTES
+            + self._reports.num_bytes
+        )
+
+    @property
+    def num_reports_dropped(self) -> int:
+        """Reports about a node that were not kept, or not any more, since `max_report_bytes` was reached."""
+        return self._reports.num_dropped
 
     def _bytes_of(self, node: Node) -> int:
         """What `metadata_bytes` counts for one node in the tree."""
         num_copies = held_tiers(node._states).bit_count()
         ids = node._num_pages * (self._page_bytes + num_copies * SLOT_BYTES)
         orders = (num_copies + (self.metadata_budget is not None)) * ORDER_BYTES
-        return NODE_BYTES + orders + ids + len(self._reports.of(node)) * REPORT_BYTES
+        return NODE_BYTES + orders + ids
 
     def occupancy(self, tier: TierId) -> Occupancy:
         """Pages of one tier that the tree accounts for."""
@@ -157,6 +182,7 @@ class Structure:
 
     def path(self, node: Node) -> list[Node]:
         """The nodes from the root to `node`, root side first; empty for a node that left the tree."""
+        self._require_node(node)
         path: list[Node] = []
         step: Node | None = node
         while step is not None and step._parent is not None:
@@ -168,6 +194,7 @@ class Structure:
     def current(self, node: Node) -> Node | None:
         """`node` while it is live, else the live node that it was merged into, which reaches further down; None when
         its pages were removed."""
+        self._require_node(node)
         step = node
         while step._parent is None:
             # A node that was merged keeps the one child it had, which took its place; a removed one keeps none.
@@ -220,9 +247,14 @@ class Structure:
             problem = f"its pages have {namespace.layout.page_size} tokens, the tree's have {self.page_size}"
             raise BadRequest("namespace", problem)
 
-    def _require_live(self, node: Node) -> None:
+    def _require_node(self, node: Node) -> None:
+        if not isinstance(node, Node):
+            raise BadRequest("node", f"{type(node).__name__} is not a node")
         if node._root.tiers is not self._tier_index:
             raise BadRequest("node", "belongs to another tree")
+
+    def _require_live(self, node: Node) -> None:
+        self._require_node(node)
         if node._parent is None:
             raise NotResident("any tier", "a node that was removed, or merged into the one below it,")
 
@@ -251,7 +283,6 @@ class Structure:
             parent._order = SortedChunks(children)
         self._num_nodes += 1
         self._num_pages += node._num_pages
-        self._version += 1
         node._slots = slots
         self._apply(node, index, Event.STORED)
         self._refresh(node)
@@ -266,8 +297,7 @@ class Structure:
         Raises `BadRequest` unless `num_pages` is within 1 to `node.num_pages - 1`, `NotResident` for a node that left.
         """
         self._require_live(node)
-        if not 0 < num_pages < node._num_pages:
-            raise BadRequest("num_pages", f"{num_pages} is not within 1 to {node._num_pages - 1}")
+        num_pages = whole("num_pages", num_pages, 1, node._num_pages - 1)
         return self._split(node, num_pages), node
 
     def _split(self, node: Node, num_pages: int) -> Node:
@@ -300,7 +330,6 @@ class Structure:
             self._reports.split(upper, node)
         self._num_nodes += 1
         self._num_copies += held_tiers(states).bit_count()
-        self._version += 1
         return upper
 
     def _trim(self, node: Node) -> None:
@@ -333,6 +362,8 @@ class Structure:
         )
 
     def _merge(self, upper: Node, lower: Node) -> None:
+        if self._reports.by_node:
+            self._reports.merge(upper, lower)
         parent, siblings = _place(upper)
         gap = upper._start + upper._num_pages * self._page_bytes
         if upper._buffer and lower._buffer is upper._buffer and lower._start == gap:
@@ -348,11 +379,8 @@ class Structure:
         upper._parent = None  # keeps its one child: `current` follows it
         if lower._states & PUBLISHED:
             self._published.merge(upper, lower)
-        if self._reports.by_node:
-            self._reports.merge(upper, lower)
         self._num_nodes -= 1
         self._num_copies -= held_tiers(lower._states).bit_count()
-        self._version += 1
         if upper._last_access > lower._last_access:
             # It takes a later place in the policies' order, which may lie before that of others.
             listed, lower._states = lower._states, 0
@@ -404,7 +432,6 @@ class Structure:
             self._limbo.discard(node)
         self._num_nodes -= 1
         self._num_pages -= node._num_pages
-        self._version += 1
         if parent is root and not siblings:
             del self._roots[root.digest]
             return
@@ -498,10 +525,9 @@ def _place(node: Node) -> tuple[Node, dict[bytes, Box]]:
 
 def digest_of(namespace: Namespace) -> bytes:
     """The namespace's digest; raises `BadRequest` for what is no namespace."""
-    try:
-        return namespace.digest
-    except AttributeError:
-        raise BadRequest("namespace", f"{type(namespace).__name__} is not a Namespace") from None
+    if not isinstance(namespace, Namespace):
+        raise BadRequest("namespace", f"{type(namespace).__name__} is not a Namespace")
+    return namespace.digest
 
 
 def _cut_slots(node: Node, num_upper: int) -> tuple[bytes, bytes]:

@@ -40,15 +40,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hicache.arguments import moment, name, whole
 from hicache.errors import BadRequest
 from hicache.integrity import check_integrity
 from hicache.lease import Lease, Move, Pin
 from hicache.leasing import Leasing
 from hicache.leaving import Leaving
-from hicache.metadata import NODE_BYTES, ORDER_BYTES, REPORT_BYTES, ROOT_BYTES
+from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.moving import Moving
 from hicache.namespace import Namespace
-from hicache.node import Node, Root, child_nodes, held_tiers, state_of, tier_index
+from hicache.node import Node, Root, held_tiers, state_of, tier_index
 from hicache.published import NOTHING
 from hicache.publishing import Publishing
 from hicache.reporting import Reporting
@@ -59,6 +60,7 @@ from hicache.sortedchunks import SortedChunks
 from hicache.structure import SLOT_BYTES, digest_of, pack_parts
 from hicache.tier import PageIdentity, Slots, TierId, chain_digest
 from hicache.tokens import TOKEN_BYTES, check_ids, common_bytes, pack_slots, pack_tokens, raw_bytes, view_tokens
+from hicache.walking import Siblings, begins_at
 
 __all__ = [
     "Finished",
@@ -88,6 +90,10 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
     them (never shared between tiers); the others get `LruPolicy`. `metadata_bytes` bounds the memory of the tree
     itself, as the property of that name estimates it: `insert` makes room below it. Splits for leases and moves may
     pass it by a node each, and the next insert makes up for them.
+
+    What lies beside the pages has bounds of its own, and is never a reason for a page to leave: `max_publications` (a
+    further `publish` is refused) and `max_report_bytes` (a further report is not noted). `max_leases_per_owner`, None
+    for no bound, limits the leases that one owner has at a time.
     """
 
     # -- matching -----------------------------------------------------------------------------------------------------
@@ -111,14 +117,14 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
                 return self._match_published(digest, root, others, packed)
         if root is None or not num_bytes:
             check_ids("tokens", packed)
-            return Match((), 0, 0, None, digest)
+            return Match((), 0, 0, None, digest, digest)
         raw = raw_bytes(packed)
         path, position, inside = self._descend(root, raw, num_bytes)
         partial = None
         if position < num_bytes:
             check_ids("tokens", packed[position // TOKEN_BYTES :])
             partial = self._find_partial(path[-1] if path else root, inside, raw, position, num_bytes)
-        return Match(tuple(path), position // TOKEN_BYTES, inside, partial, digest)
+        return Match(tuple(path), position // TOKEN_BYTES, inside, partial, digest, digest)
 
     def _match_published(
         self, digest: bytes, root: Root | None, others: list[Root], packed: npt.NDArray[np.int32]
@@ -129,7 +135,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         found += [(other, *published.descend(other, raw, num_bytes, self._page_bytes)) for other in others]
         owner, path, position, inside = max(found, key=lambda each: each[2])
         if position == num_bytes:
-            return Match(tuple(path), position // TOKEN_BYTES, inside, None, owner.digest if path else digest)
+            return Match(tuple(path), position // TOKEN_BYTES, inside, None, owner.digest if path else digest, digest)
         check_ids("tokens", packed[position // TOKEN_BYTES :])
         best: Partial | None = None
         for tree, nodes, end, pages_in_last in found:
@@ -142,7 +148,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
                 )
                 if partial is not None and (best is None or partial.num_tokens > best.num_tokens):
                     best = partial
-        return Match(tuple(path), position // TOKEN_BYTES, inside, best, owner.digest if path else digest)
+        return Match(tuple(path), position // TOKEN_BYTES, inside, best, owner.digest if path else digest, digest)
 
     def _find_partial(
         self, node: Node, inside: int, raw: memoryview | bytes, position: int, num_bytes: int
@@ -210,8 +216,8 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         num_pages, odd = divmod(len(packed), self.page_size)
         if odd or not num_pages:
             raise BadRequest("tokens", f"{len(packed)} tokens are not one or more whole pages of {self.page_size}")
-        if not 0 <= first_page <= num_pages:
-            raise BadRequest("first_page", f"{first_page} is not within 0 to {num_pages} pages")
+        first_page = whole("first_page", first_page, 0, num_pages)
+        now = moment("now", now)
         new_slots = pack_slots(slots, num_pages - first_page).tobytes()
         page_bytes = self._page_bytes
         raw = raw_bytes(packed)
@@ -292,7 +298,6 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         growth = copies * ORDER_BYTES
         for node in splits:
             growth += node_bytes + held_tiers(node._states).bit_count() * ORDER_BYTES
-            growth += len(self._reports.of(node)) * REPORT_BYTES
         if matched < num_pages:
             slots += num_pages - matched
             growth += node_bytes + ORDER_BYTES + (num_pages - matched) * self._page_bytes
@@ -330,9 +335,10 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         One step up the path costs a store; policies hear only of the nodes they list, few on any path: a node is
         listed in a tier only when nothing below it is there.
         """
-        self._advance(now)
         step = self.current(node)
-        if reader is not None and step is not None and step._root.digest != digest_of(reader):
+        read_as = None if reader is None else digest_of(reader)
+        self._advance(moment("now", now))
+        if reader is not None and step is not None and step._root.digest != read_as:
             self._published.read(step, reader.scope, reader.tenant, self._now)
             return
         while step is not None and step._parent is not None:
@@ -372,33 +378,29 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
     def walk(self, *, batch: int = 1000, tenant: str | None = None) -> Iterator[list[NodeInfo]]:
         """Look at all nodes, or one tenant's, parents before children, in steps of at most `batch` nodes.
 
-        The tree may change between two steps: nodes that do not change are seen once, others may be missing.
+        A step costs O(log n) a node, however many siblings a node has; the first one also looks through the names of
+        all namespaces. The tree may change between two steps: nodes that do not change are seen once, others may be
+        missing.
         """
-        if batch < 1:
-            raise BadRequest("batch", f"{batch} is below 1")
-        # Siblings to look at, where they begin, and the version of the tree in which that was so.
-        stack = [
-            (child_nodes(root), 0, self._version)
-            for root in self._roots.values()
-            if tenant is None or root.owner == tenant
-        ]
+        return self._walk(whole("batch", batch, 1), None if tenant is None else name("tenant", tenant))
+
+    def _walk(self, batch: int, tenant: str | None) -> Iterator[list[NodeInfo]]:
         infos: list[NodeInfo] = []
-        while stack:
-            siblings, first_page, version = stack[-1]
-            if not siblings:
-                stack.pop()
-                continue
-            node = siblings.pop()
-            if node._parent is None:
-                continue
-            if version != self._version:
-                first_page = self._first_page(node)  # splits and merges move a node's beginning, never its end
-            infos.append(self._info(node, first_page))
-            if node._children:
-                stack.append((child_nodes(node), first_page + node._num_pages, self._version))
-            if len(infos) == batch:
-                yield infos
-                infos = []
+        ends: dict[Node, int] = {}
+        for root in [root for root in self._roots.values() if tenant is None or root.owner == tenant]:
+            stack = [Siblings(root)]
+            while stack:
+                node = stack[-1].next()
+                if node is None:
+                    stack.pop()
+                    continue
+                infos.append(self._info(node, begins_at(node, ends)))
+                if node._children:
+                    stack.append(Siblings(node))
+                if len(infos) == batch:
+                    yield infos
+                    infos = []
+                    ends.clear()
         if infos:
             yield infos
 

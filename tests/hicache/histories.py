@@ -22,7 +22,7 @@ import numpy as np
 from hicache.errors import BadRequest, LeaseExpired, NoRoom, NotResident
 from hicache.layout import KVDtype, KVLayout
 from hicache.lease import Lease, Move, Pin
-from hicache.metadata import NODE_BYTES, ORDER_BYTES, REPORT_BYTES, ROOT_BYTES
+from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
@@ -195,7 +195,7 @@ class History:
         assert self.tree.num_nodes == 0
         assert self.tree.num_leases == 0
         assert self.tree.publications() == []
-        assert self.tree.metadata_bytes == 0
+        assert self.tree.metadata_bytes == self.tree.aside_bytes == 0
         for tier in self.tiers:
             assert self.tree.occupancy(tier).total == 0
             assert sorted(self.free[tier]) == list(range(CAPACITY)), "a slot was lost or is free twice"
@@ -390,7 +390,8 @@ class History:
             for node in info[:1]
         ]
         seen += [tree.occupancy(tier) for tier in self.tiers]
-        return [*seen, tree.num_nodes, tree.num_leases, tree.metadata_bytes, *(x[1:] for x in tree.publications())]
+        seen += [tree.num_nodes, tree.num_leases, tree.metadata_bytes, tree.aside_bytes]
+        return [*seen, *(each[1:] for each in tree.publications())]
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
@@ -486,7 +487,7 @@ class History:
     def _most_growth(self, num_pages: int) -> int:
         """More bytes than an insert of so many pages can need."""
         node = NODE_BYTES + (len(self.tiers) + 1) * ORDER_BYTES
-        return ROOT_BYTES + 3 * (node + 3 * REPORT_BYTES) + num_pages * (4 * self.page_size + 4 + ORDER_BYTES)
+        return ROOT_BYTES + 3 * node + num_pages * (4 * self.page_size + 4 + ORDER_BYTES)
 
     def _check_refusal(self, runs: list[Run], path: Path, size: int) -> None:
         """Even without everything that may leave, there would have been no room."""
@@ -700,8 +701,9 @@ class History:
         if held.deadline is not None and held.deadline <= self.now:
             self.refused(LeaseExpired, lambda: self.tree.move_lease(held.lease, node, self.now))
             return
+        self.refused(LeaseExpired, lambda: self.tree.move_lease(held.lease, node, self.now, owner="somebody else"))
         held.page = self.pages_of(node)[-1]
-        self.tree.move_lease(held.lease, node, self.now)
+        self.tree.move_lease(held.lease, node, self.now, owner="me")
 
     def do_release(self) -> None:
         if self.leases:
@@ -711,7 +713,7 @@ class History:
             before = self.view()
             self.tree.release(lease)
             assert self.view() == before, "a second release did something"
-            self.refused(LeaseExpired, lambda: self.tree.renew(lease, None))
+            self.refused(LeaseExpired, lambda: self.tree.renew(lease, None, now=self.now))
 
     def _release(self, held: ModelLease) -> None:
         self.refused(LeaseExpired, lambda: self.tree.release(held.lease, owner="somebody else"))
@@ -724,10 +726,12 @@ class History:
             return
         held = self.random.choice(self.leases)
         deadline = self.random.choice([None, self.now + 1.0, self.now + 10.0])
-        if held.page is not None and not held.page.alive:
-            self.refused(LeaseExpired, lambda: self.tree.renew(held.lease, deadline))
+        is_late = held.deadline is not None and held.deadline <= self.now
+        if is_late or (held.page is not None and not held.page.alive):
+            self.refused(LeaseExpired, lambda: self.tree.renew(held.lease, deadline, now=self.now))
             return
-        self.tree.renew(held.lease, deadline)
+        self.refused(LeaseExpired, lambda: self.tree.renew(held.lease, deadline, now=self.now, owner="somebody else"))
+        self.tree.renew(held.lease, deadline, now=self.now, owner="me")
         held.deadline = deadline
 
     def do_expire(self) -> None:

@@ -92,7 +92,7 @@ def publications(grown: Growing, num_nodes: int) -> None:
 def reports(grown: Growing, num_nodes: int) -> None:
     for number in range(num_nodes // 2):
         node = grown.insert(grown.tokens(1))
-        grown.tree.report_node(TierId(f"device:s/{number % 8}"), node, resident=True)
+        assert grown.tree.report_node(TierId(f"device:s/{number % 8}"), node, resident=True)
 
 
 SHAPES: dict[str, Callable[[Growing, int], None]] = {
@@ -109,7 +109,7 @@ def measure(shape: str, page_size: int, num_nodes: int) -> tuple[int, int]:
     before = _resident_bytes()
     SHAPES[shape](grown, num_nodes)
     gc.collect()
-    return _resident_bytes() - before, grown.tree.metadata_bytes
+    return _resident_bytes() - before, grown.tree.metadata_bytes + grown.tree.aside_bytes
 
 
 def _resident_bytes() -> int:

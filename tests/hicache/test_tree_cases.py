@@ -166,10 +166,10 @@ def test_c09_a_lease_that_outlived_its_deadline_says_so() -> None:
     for expired in (leases[0], leases[2]):
         assert expired.node is None
         with pytest.raises(LeaseExpired):
-            world.tree.renew(expired, now + 9.0)
+            world.tree.renew(expired, now + 9.0, now=now + 1.0)
         with pytest.raises(LeaseExpired):
             world.tree.move_lease(expired, world.tree.match(world.namespace, sequence(8, 128)), now + 1.0)
-    world.tree.renew(leases[1], now + 90.0)
+    world.tree.renew(leases[1], now + 90.0, now=now + 1.0)
     assert leases[1].node is not None
     assert world.matched(sequence(1, 64)) == 64
     world.tree.check_integrity()

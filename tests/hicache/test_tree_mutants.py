@@ -527,7 +527,7 @@ class ForgetsTheSession(HiRadixTree):
     """The end of a session leaves its reports."""
 
     def drop_instance(self, instance: TierId) -> int:
-        return sum(pages.get(instance, 0).bit_count() for pages in self._reports.by_node.values())
+        return sum(pages.get(instance, 0).bit_count() for (pages,) in self._reports.by_node.values())
 
 
 class BudgetIgnored(HiRadixTree):

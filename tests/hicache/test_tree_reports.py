@@ -69,11 +69,10 @@ def test_reports_survive_splits_and_merges(world: World) -> None:
 
 
 def test_reports_end_with_the_session_and_with_the_pages(world: World) -> None:
-    before = world.tree.metadata_bytes
     node = world.tree.match(world.namespace, TOKENS).nodes[0]
     world.tree.report_node(GPU, node, resident=True)
     world.tree.report(OTHER_GPU, world.namespace, TOKENS[:8], resident=True)
-    assert world.tree.metadata_bytes > before
+    assert world.tree.aside_bytes > 0
     assert world.tree.drop_instance(GPU) == 8
     assert world.tree.drop_instance(GPU) == 0
     assert reported(world) == [False] * 8
@@ -82,7 +81,7 @@ def test_reports_end_with_the_session_and_with_the_pages(world: World) -> None:
     world.tree.flush()
     world.insert(TOKENS)
     assert reported(world, OTHER_GPU) == [False] * 8, "these are other pages"
-    assert world.tree.metadata_bytes == before
+    assert world.tree.aside_bytes == 0
     with pytest.raises(NotResident):
         world.tree.report_node(GPU, node, resident=True)
 
