@@ -1,5 +1,6 @@
 """Codecs give back what was stored, within what they state; nothing that is stored can hurt a decoder."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from hicache.errors import BadRequest
 from hicache.layout import AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
-from hicache.tiers.codecs.base import Codec, layer_forms
+from hicache.tiers.codecs.base import Codec, layers_of
 from hicache.tiers.codecs.int8 import LIMIT, PER_DIFFERENCE, PER_MAGNITUDE, TINY, Int8
 from hicache.tiers.codecs.registry import CODEC_IDS, NONE, make_codec, parse_codec
 from tests.tiers.real_kv import real_layout, real_pages
@@ -51,13 +52,16 @@ def codec_of(name: str, layout: KVLayout) -> Codec:
 def encoded(codec: Codec, layer: int, data: npt.NDArray[Any]) -> bytes | None:
     raw = memoryview(data.tobytes())
     into = bytearray(2 * len(raw) + 64)
-    num_bytes = codec.encode(layer, raw, memoryview(into))
-    return None if num_bytes is None else bytes(into[:num_bytes])
+    ends = codec.encode(layer, raw, memoryview(into))
+    if ends is None:
+        return None
+    (num_bytes,) = ends
+    return bytes(into[:num_bytes])
 
 
 def decoded(codec: Codec, layer: int, stored: bytes, num_bytes: int) -> bytes | None:
     guarded = bytearray(b"\xa5" * (num_bytes + 16))
-    good = codec.decode(layer, memoryview(stored), memoryview(guarded)[8:-8])
+    good = codec.decode(layer, (len(stored),), memoryview(stored), memoryview(guarded)[8:-8])
     assert guarded[:8] == guarded[-8:] == b"\xa5" * 8, "bytes beside the layer were written"
     return bytes(guarded[8:-8]) if good else None
 
@@ -79,7 +83,7 @@ def test_a_lossless_codec_gives_every_bit_back(name: str, order: PageOrder, cont
     for page_size in (1, 16, 100):
         layout = KVLayout(MIXED, KVDtype.BFLOAT16, page_size, order)
         codec = codec_of(name, layout)
-        for layer, form in enumerate(layer_forms(layout)):
+        for layer, form in enumerate(layers_of(layout).forms):
             data = CONTENTS[contents](form.num_elements)
             stored = encoded(codec, layer, data)
             assert stored is not None
@@ -93,7 +97,7 @@ def test_any_layer_comes_back_bit_for_bit(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([KVDtype.BFLOAT16, KVDtype.FLOAT16]))
     layout = KVLayout((group,), dtype, data.draw(st.integers(1, 20)), data.draw(st.sampled_from(PageOrder)))
     codec = codec_of(data.draw(st.sampled_from(LOSSLESS)), layout)
-    count = layer_forms(layout)[0].num_elements
+    count = layers_of(layout).forms[0].num_elements
     bits = np.array(data.draw(st.lists(st.integers(0, 65535), min_size=count, max_size=count)), np.uint16)
     stored = encoded(codec, 0, bits)
     assert stored is not None
@@ -137,7 +141,7 @@ def test_int8_is_within_the_error_that_it_states(
     dtype: KVDtype, order: PageOrder, page_size: int, seed: int, exponent: int, spread: int
 ) -> None:
     layout = KVLayout((LayerGroup(AttentionKind.FULL, 1, 2, 32),), dtype, page_size, order)
-    (form,), codec = layer_forms(layout), codec_of("int8", layout)
+    (form,), codec = layers_of(layout).forms, codec_of("int8", layout)
     rng = np.random.default_rng(seed)
     wide = rng.standard_normal(form.shape) * np.exp2(rng.integers(-spread, 1, form.shape) + float(exponent))
     wide += rng.choice([0.0, 1.0, -30.0]) * 2.0**exponent
@@ -234,7 +238,7 @@ def test_too_little_room_is_said_and_nothing_is_written_beyond_it(name: str) -> 
         assert codec.encode(2, memoryview(layer.tobytes()), memoryview(guarded)[:room]) is None
         assert guarded[room:] == b"\xa5" * 64
     exact = bytearray(len(stored))
-    assert codec.encode(2, memoryview(layer.tobytes()), memoryview(exact)) == len(stored)
+    assert codec.encode(2, memoryview(layer.tobytes()), memoryview(exact)) == (len(stored),)
     assert exact == stored
 
 
@@ -261,13 +265,44 @@ def test_a_frame_that_claims_a_gigabyte_gets_none() -> None:
     import zstandard
 
     codec, layer = codec_of("exponent-zstd", real_layout(16)), real_pages(16)[0][0]
-    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
-    tops = zstandard.ZstdCompressor().compress(bytes(384))
-    lower = bytes(layer.size)
-    head = (1).to_bytes(1, "little") + len(bomb).to_bytes(4, "little") + len(tops).to_bytes(4, "little")
-    assert decoded(codec, 0, head + bomb + tops + lower, layer.nbytes) is None
-    long = b"\x01" + b"\xff" * 8 + lower
-    assert decoded(codec, 0, long, layer.nbytes) is None
+    compress = zstandard.ZstdCompressor().compress
+    for num_bytes in (0, layer.size + 383, layer.size + 385, 1 << 24):
+        packed = compress(bytes(num_bytes))
+        head = b"\x01\x80" + len(packed).to_bytes(4, "little")
+        assert decoded(codec, 0, head + packed + bytes(layer.size), layer.nbytes) is None
+    packed = compress(bytes(layer.size + 384))
+    head = b"\x01\x80" + len(packed).to_bytes(4, "little")
+    assert decoded(codec, 0, head + packed + bytes(layer.size), layer.nbytes) is not None
+    assert decoded(codec, 0, b"\x01\x80" + b"\xff" * 4 + bytes(layer.size), layer.nbytes) is None
+
+
+@pytest.mark.parametrize("order", PageOrder)
+@pytest.mark.parametrize("name", ALL)
+def test_a_page_is_encoded_as_its_layers_are(name: str, order: PageOrder) -> None:
+    """Whole pages are encoded at once, and single layers read back, also where layers differ."""
+    layout = KVLayout(MIXED, KVDtype.BFLOAT16, 20, order)
+    codec, forms = codec_of(name, layout), layers_of(layout).forms
+    rng = np.random.default_rng(1)
+    layers = [rng.integers(0, 0x4000, form.num_elements, np.uint16) for form in forms]
+    layers[1][:] = 0
+    frames = [encoded(codec, at, layer) for at, layer in enumerate(layers)]
+    page = b"".join(layer.tobytes() for layer in layers)
+    into, back = memoryview(bytearray(2 * len(page))), memoryview(bytearray(len(page)))
+    ends = codec.encode(0, memoryview(page), into)
+    assert ends is not None
+    assert [bytes(into[start:end]) for start, end in itertools.pairwise((0, *ends))] == frames
+    assert codec.decode(0, ends, into[: ends[-1]], back)
+    singly = [decoded(codec, at, frame or b"", layer.nbytes) for at, (frame, layer) in enumerate(zip(frames, layers))]
+    assert singly == [bytes(back[start:stop]) for start, stop in layers_of(layout).ranges(0, len(page))]
+    # A few layers in the middle.
+    some = memoryview(b"".join(layer.tobytes() for layer in layers[1:4]))
+    between = codec.encode(1, some, into)
+    assert between is not None
+    assert bytes(into[: between[-1]]) == b"".join(frame or b"" for frame in frames[1:4])
+    assert codec.decode(1, between, into[: between[-1]], back[: len(some)])
+    assert bytes(back[: len(some)]) == b"".join(layer or b"" for layer in singly[1:4])
+    if codec.lossless:
+        assert b"".join(layer or b"" for layer in singly) == page
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -316,7 +351,7 @@ def test_the_text_says_what_the_layers_are() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "none", "lz5", "lz4 ", "lz4 bfloat16", "int8", "int8 bfloat16 nhd", "int8 bfloat16 nhd 0x2x16x3x64",
+        "", "none", "lz5", "lz4", "lz4 ", "lz4 bfloat16", "int8", "int8 bfloat16 nhd", "int8 bfloat16 nhd 0x2x16x3x64",
         "int8 bfloat16 nhd 1x3x16x3x64", "int8 bfloat16 nhd 1x2x16x3x64 ", "int8 bfloat17 nhd 1x2x16x3x64",
         "int8 bfloat16 ndh 1x2x16x3x64", "int8 bfloat16 nhd 01x2x16x3x64", "int8 bfloat16 nhd 1025x2x16x3x64",
         "int8 bfloat16 nhd 1x2x16x3x64 1x2x16x3x64", "exponent-zstd float32 nhd 1x2x16x3x64",

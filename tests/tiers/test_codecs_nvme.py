@@ -101,7 +101,9 @@ class TestEncodedContract(TierContract):
     @asynccontextmanager
     async def make_tier(self, *, page_bytes: int, capacity_pages: int) -> AsyncIterator[NvmeTier]:
         plain = shape_of(page_bytes)
-        coding = Coding.parse("lz4", page_bytes + plain.num_layers)
+        runs = itertools.groupby(plain.layer_bytes)
+        layers = " ".join(f"{len(list(run))}x1x1x1x{num_bytes}" for num_bytes, run in runs)
+        coding = Coding.parse(f"lz4 int8 nhd {layers}", page_bytes + plain.num_layers)
         async with small_tier(PageShape(plain.layer_bytes, plain.page_size, coding), capacity_pages) as tier:
             yield tier
 

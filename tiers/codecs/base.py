@@ -1,16 +1,27 @@
 """The contract of a codec, and what codecs must know of the layers of a page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import groupby
 from types import ModuleType
-from typing import Protocol
+from typing import Final, Protocol
 
 from hicache.errors import BadRequest
 from hicache.layout import AttentionKind, KVDtype, KVLayout, PageOrder
 
+MAX_RUN_ELEMENTS: Final = 48 << 10
+"""Elements that are worked on at once. Small layers share the cost of calls (a quarter faster than one by one), and what
+is computed on the way fits a core's cache and is not asked of the system anew each time (twice as fast as pages of
+megabytes at once)."""
+
+Ends = Sequence[int]
+"""Where encoded layers end, one after the other."""
+
 
 class Codec(Protocol):
-    """Turns one layer of a page into fewer bytes and back. Made for the layers of one layout (`registry.make_codec`).
+    """Turns the layers of a page into fewer bytes and back, each by itself. Made for the layers of one layout
+    (`registry.make_codec`).
 
     Pure: the same bytes in give the same bytes out. Any number of threads may call at once; what takes long releases
     the interpreter lock.
@@ -41,24 +52,25 @@ class Codec(Protocol):
         """Bytes of every encoded page; None where that depends on its contents."""
         ...
 
-    def encode(self, layer: int, data: memoryview, into: memoryview) -> int | None:
-        """Encode one layer.
+    def encode(self, first: int, data: memoryview, into: memoryview) -> Ends | None:
+        """Encode consecutive layers, one behind the other. A whole page at once is sooner done than its layers.
 
         Args:
-            layer: index from 0 over the whole page.
-            data: the layer's bytes, flat, as many as the layout says.
+            first: index of the first layer, from 0 over the whole page.
+            data: the bytes of whole layers, flat, as many as there are to encode.
             into: where the encoded bytes go, flat, writable, of any length.
 
-        Returns how many bytes were written, or None if they do not fit into `into` or the codec cannot represent the
+        Returns where each layer ends in `into`, or None if they do not fit there or the codec cannot represent the
         data; what `into` then holds is undefined.
         """
         ...
 
-    def decode(self, layer: int, stored: memoryview, into: memoryview) -> bool:
-        """Decode one layer into `into`, flat, writable, exactly as long as the layer.
+    def decode(self, first: int, ends: Ends, stored: memoryview, into: memoryview) -> bool:
+        """Decode consecutive layers, from layer `first` on, into `into`, flat, writable, exactly as long as they.
 
-        `stored` is whatever the device gave back. False if `encode` cannot have written it; what `into` then holds is
-        undefined. Never raises for what is in `stored`, and allocates no more than a few times the layer.
+        `stored` is whatever the device gave back, flat, and `ends` says where each layer ends in it: rising, from 0 on,
+        to its length at most. False if `encode` cannot have written it; what `into` then holds is undefined. Never
+        raises for what is in `stored`, and allocates no more than a few times the layers.
         """
         ...
 
@@ -97,8 +109,59 @@ class LayerForm:
         return self.num_elements * self.dtype.itemsize
 
 
-def layer_forms(layout: KVLayout) -> tuple[LayerForm, ...]:
-    """The form of every layer of a page, part after part."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring layers of one form, together no larger than `MAX_RUN_ELEMENTS` if there are several."""
+
+    num_layers: int
+    form: LayerForm
+
+
+class Layers:
+    """The layers of a page."""
+
+    def __init__(self, forms: Sequence[LayerForm]) -> None:
+        self.forms: Final = tuple(forms)
+        self._num_bytes: Final = sum(form.num_bytes for form in forms)
+        self._runs: Final = _runs(self.forms)
+
+    def text(self, name: str) -> str:
+        """The text of the codec of that name (`registry`)."""
+        words = [name, self.forms[0].dtype.value, self.forms[0].order.value]
+        words += [
+            f"{len(list(run))}x{form.num_planes}x{form.num_tokens}x{form.num_heads}x{form.head_dim}"
+            for form, run in groupby(self.forms)
+        ]
+        return " ".join(words)
+
+    def runs(self, first: int, num_bytes: int) -> Sequence[Run]:
+        """The layers from `first` on that have so many bytes together."""
+        if num_bytes == self._num_bytes:
+            return self._runs
+        return _runs(self.forms[first : first + len(self.ranges(first, num_bytes))])
+
+    def ranges(self, first: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Half-open range of each of the layers from `first` on that have so many bytes together."""
+        ranges: list[tuple[int, int]] = []
+        start = 0
+        while start < num_bytes:
+            stop = start + self.forms[first + len(ranges)].num_bytes
+            ranges.append((start, stop))
+            start = stop
+        assert start == num_bytes, "these are no whole layers"
+        return ranges
+
+
+def _runs(forms: Sequence[LayerForm]) -> Sequence[Run]:
+    runs: list[Run] = []
+    for form, group in groupby(forms):
+        num_layers, most = len(list(group)), max(1, MAX_RUN_ELEMENTS // form.num_elements)
+        runs += [Run(min(most, num_layers - start), form) for start in range(0, num_layers, most)]
+    return runs
+
+
+def layers_of(layout: KVLayout) -> Layers:
+    """The layers of a page, part after part."""
     forms: list[LayerForm] = []
     for group in layout.groups:
         num_tokens = 1 if group.kind is AttentionKind.RECURRENT else layout.page_size
@@ -106,7 +169,7 @@ def layer_forms(layout: KVLayout) -> tuple[LayerForm, ...]:
             group.num_planes, num_tokens, group.num_kv_heads, group.head_dim, layout.dtype, layout.order
         )
         forms += [form] * group.num_layers
-    return tuple(forms)
+    return Layers(forms)
 
 
 def required(package: str, module: str, codec: str) -> ModuleType:

@@ -16,7 +16,7 @@ infinity or a magnitude above `LIMIT[dtype]` cannot be represented: `encode` say
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype
-from hicache.tiers.codecs.base import LayerForm
+from hicache.tiers.codecs.base import Ends, LayerForm, Layers, Run
 
 CHANNEL_TOKENS_MAX: Final = 64
 """Tokens that share one scale of a key channel."""
@@ -43,6 +43,7 @@ _DECODED_LIMIT: Final = {dtype: np.float32(limit * 1.02) for dtype, limit in LIM
 """No centre with 128 steps that `encode` writes is beyond, and every dtype reaches further."""
 
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class _Block:
     """A part of a layer that is grouped in one way."""
 
     at: tuple[slice, ...]
-    """Where in the layer's shape."""
+    """Where in `[layers, *form.shape]`."""
     shape: tuple[int, ...]
     axis: int
     """The axis along which elements share a centre and a step."""
@@ -76,84 +77,110 @@ class Int8:
     codec_id: Final = 3
     lossless: Final = False
 
-    def __init__(self, forms: Sequence[LayerForm], text: str) -> None:
-        for form in forms:
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._blocks: dict[LayerForm, tuple[_Block, ...]] = {}
+        for form in layers.forms:
             if form.dtype not in LIMIT:
                 raise BadRequest(
                     "codec", f"{self.name!r} is for bfloat16, float16 and float32, not {form.dtype.value}"
                 )
-        self._forms = tuple(forms)
-        self._text = text
-        blocks = {form: tuple(_blocks(form)) for form in set(forms)}
-        self._blocks = [blocks[form] for form in forms]
-        self._layer_bytes = [sum(block.num_bytes for block in each) for each in self._blocks]
-        for form, num_bytes in zip(forms, self._layer_bytes):
-            if num_bytes >= form.num_bytes:
+            self._blocks[form] = tuple(_blocks(form))
+            if self._frame_bytes(form) >= form.num_bytes:
                 raise BadRequest("codec", f"{self.name!r} saves nothing with heads of {form.head_dim} elements")
 
     @property
     def text(self) -> str:
-        return self._text
+        return self._layers.text(self.name)
 
     @property
     def exact_bytes(self) -> int:
-        return sum(self._layer_bytes)
+        return sum(map(self._frame_bytes, self._layers.forms))
 
-    def encode(self, layer: int, data: memoryview, into: memoryview) -> int | None:
+    def encode(self, first: int, data: memoryview, into: memoryview) -> Ends | None:
         """See `Codec.encode`."""
-        form = self._forms[layer]
-        if self._layer_bytes[layer] > len(into):
-            return None
-        elements = _load(data, form)
-        start = 0
-        for block in self._blocks[layer]:
-            part = elements[block.at]
-            with np.errstate(invalid="ignore"):
-                largest = part.max(axis=block.axis, keepdims=True)
-                smallest = part.min(axis=block.axis, keepdims=True)
-            # A NaN is the largest and the smallest of whatever it is among, and compares as false.
-            if not (largest.max() <= LIMIT[form.dtype] and smallest.min() >= -LIMIT[form.dtype]):
+        ends: list[int] = []
+        start = end = 0
+        for run in self._layers.runs(first, len(data)):
+            frame_bytes = self._frame_bytes(run.form)
+            begin, end = end, end + run.num_layers * frame_bytes
+            stop = start + run.num_layers * run.form.num_bytes
+            if end > len(into):
                 return None
+            frames = np.frombuffer(into[begin:end], np.uint8).reshape(run.num_layers, frame_bytes)
+            if not self._encode(data[start:stop], run, frames):
+                return None
+            ends += range(begin + frame_bytes, end + 1, frame_bytes)
+            start = stop
+        return tuple(ends)
+
+    def _encode(self, data: memoryview, run: Run, frames: Bytes) -> bool:
+        """Layers of one form into their frames, `[layers, frame_bytes]`."""
+        dtype = run.form.dtype
+        elements = _load(data, run)
+        start = 0
+        for block in self._blocks[run.form]:
+            part, axis = elements[block.at], 1 + block.axis
+            with np.errstate(invalid="ignore"):
+                largest, smallest = part.max(axis=axis, keepdims=True), part.min(axis=axis, keepdims=True)
+            # A NaN is the largest and the smallest of whatever it is among, and compares as false.
+            if not (largest.max() <= LIMIT[dtype] and smallest.min() >= -LIMIT[dtype]):
+                return False
             centres = _to_bfloat16((largest + smallest) * np.float32(0.5))
             middle = _from_bfloat16(centres)
             reach = np.maximum(largest - middle, middle - smallest)
             steps = _to_bfloat16(reach * (reach >= TINY) * np.float32(1 / 127))
             size = _from_bfloat16(steps)
             inverse = np.divide(np.float32(1), size, out=np.zeros_like(size), where=size > 0)
-            elements_at = start + 4 * block.num_groups
-            into[start : start + 2 * block.num_groups] = centres.tobytes()
-            into[start + 2 * block.num_groups : elements_at] = steps.tobytes()
-            start = elements_at + part.size
             # A step may have been rounded down, but not so far that a quotient reaches 127.5.
             scaled = part - middle
             scaled *= inverse
             np.rint(scaled, out=scaled)
-            np.copyto(np.frombuffer(into[elements_at:start], np.int8).reshape(block.shape), scaled, casting="unsafe")
-        return start
+            for numbers in (centres.astype("<u2", copy=False), steps.astype("<u2", copy=False), scaled.astype(np.int8)):
+                rows = numbers.reshape(run.num_layers, -1).view(np.uint8)
+                frames[:, start : start + rows.shape[1]] = rows
+                start += rows.shape[1]
+        return True
 
-    def decode(self, layer: int, stored: memoryview, into: memoryview) -> bool:
+    def decode(self, first: int, ends: Ends, stored: memoryview, into: memoryview) -> bool:
         """See `Codec.decode`."""
-        form = self._forms[layer]
-        if len(stored) != self._layer_bytes[layer]:
-            return False
-        elements = np.empty(form.shape, np.float32)
+        start = end = at = 0
+        for run in self._layers.runs(first, len(into)):
+            frame_bytes = self._frame_bytes(run.form)
+            begin, end = end, end + run.num_layers * frame_bytes
+            expected = range(begin + frame_bytes, end + 1, frame_bytes)
+            if end > len(stored) or list(ends[at : at + run.num_layers]) != list(expected):
+                return False
+            at += run.num_layers
+            stop = start + run.num_layers * run.form.num_bytes
+            frames = np.frombuffer(stored[begin:end], np.uint8).reshape(run.num_layers, frame_bytes)
+            if not self._decode(frames, run, into[start:stop]):
+                return False
+            start = stop
+        return True
+
+    def _decode(self, frames: Bytes, run: Run, into: memoryview) -> bool:
+        elements = np.empty((run.num_layers, *run.form.shape), np.float32)
         start = 0
-        for block in self._blocks[layer]:
+        for block in self._blocks[run.form]:
             elements_at = start + 4 * block.num_groups
-            groups = np.frombuffer(stored[start:elements_at], "<u2").reshape(2, *block.groups_shape)
-            middle, size = _from_bfloat16(groups)
+            groups = np.ascontiguousarray(frames[:, start:elements_at]).view("<u2")
+            middle, size = _from_bfloat16(groups.reshape(run.num_layers, 2, *block.groups_shape).swapaxes(0, 1))
             # Neither NaN nor so large that an element overflows.
             with np.errstate(invalid="ignore", over="ignore"):
-                good = (size >= 0) & (np.abs(middle) + size * np.float32(128) <= _DECODED_LIMIT[form.dtype])
+                good = (size >= 0) & (np.abs(middle) + size * np.float32(128) <= _DECODED_LIMIT[run.form.dtype])
             if not good.all():
                 return False
             part = elements[block.at]
-            start = elements_at + part.size
-            steps = np.frombuffer(stored[elements_at:start], np.int8).reshape(block.shape)
+            start = elements_at + math.prod(block.shape)
+            steps = frames[:, elements_at:start].view(np.int8).reshape(part.shape)
             np.multiply(steps, size, out=part, dtype=np.float32)
             part += middle
-        _store(elements, into, form)
+        _store(elements, into, run)
         return True
+
+    def _frame_bytes(self, form: LayerForm) -> int:
+        return sum(block.num_bytes for block in self._blocks[form])
 
 
 def _blocks(form: LayerForm) -> Iterator[_Block]:
@@ -163,24 +190,27 @@ def _blocks(form: LayerForm) -> Iterator[_Block]:
         first_by_token = 1
         for start in range(0, form.num_tokens, CHANNEL_TOKENS_MAX):
             stop = min(start + CHANNEL_TOKENS_MAX, form.num_tokens)
-            at = (slice(0, 1), *(slice(start, stop) if each == axis else slice(None) for each in (1, 2, 3)))
+            tokens = (slice(start, stop) if each == axis else slice(None) for each in (1, 2, 3))
+            at = (slice(None), slice(0, 1), *tokens)
             yield _Block(at, (1, *(stop - start if each == axis else shape[each] for each in (1, 2, 3))), axis)
-    yield _Block((slice(first_by_token, None),), (form.num_planes - first_by_token, *shape[1:]), 3)
+    yield _Block((slice(None), slice(first_by_token, None)), (form.num_planes - first_by_token, *shape[1:]), 3)
 
 
-def _load(data: memoryview, form: LayerForm) -> Floats:
-    if form.dtype is KVDtype.BFLOAT16:
-        return _from_bfloat16(np.frombuffer(data, "<u2").reshape(form.shape))
-    raw = np.frombuffer(data, "<f2" if form.dtype is KVDtype.FLOAT16 else "<f4").reshape(form.shape)
-    return raw.astype(np.float32, copy=False)
+def _load(data: memoryview, run: Run) -> Floats:
+    """The elements of layers, `[layers, *form.shape]`."""
+    shape = run.num_layers, *run.form.shape
+    if run.form.dtype is KVDtype.BFLOAT16:
+        return _from_bfloat16(np.frombuffer(data, "<u2").reshape(shape))
+    raw = np.frombuffer(data, "<f2" if run.form.dtype is KVDtype.FLOAT16 else "<f4")
+    return raw.reshape(shape).astype(np.float32, copy=False)
 
 
-def _store(elements: Floats, into: memoryview, form: LayerForm) -> None:
-    if form.dtype is KVDtype.BFLOAT16:
-        np.copyto(np.frombuffer(into, "<u2").reshape(form.shape), _to_bfloat16(elements))
+def _store(elements: Floats, into: memoryview, run: Run) -> None:
+    if run.form.dtype is KVDtype.BFLOAT16:
+        np.copyto(np.frombuffer(into, "<u2").reshape(elements.shape), _to_bfloat16(elements))
     else:
-        target = np.frombuffer(into, "<f2" if form.dtype is KVDtype.FLOAT16 else "<f4")
-        np.copyto(target.reshape(form.shape), elements, casting="same_kind")
+        target = np.frombuffer(into, "<f2" if run.form.dtype is KVDtype.FLOAT16 else "<f4")
+        np.copyto(target.reshape(elements.shape), elements, casting="same_kind")
 
 
 def _from_bfloat16(halves: npt.NDArray[np.uint16]) -> Floats:

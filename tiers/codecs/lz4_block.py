@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from hicache.tiers.codecs.base import required
+from hicache.tiers.codecs.base import Ends, Layers, required
 
 _RAW: Final = 0
 _BLOCK: Final = 1
@@ -23,34 +23,50 @@ class Lz4:
     name: Final = "lz4"
     codec_id: Final = 2
     lossless: Final = True
-    text: Final = name
     exact_bytes: Final = None
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
         self._lz4 = required("lz4", "lz4.block", self.name)
 
-    def encode(self, layer: int, data: memoryview, into: memoryview) -> int | None:
-        """See `Codec.encode`."""
-        encoded: bytes = self._lz4.compress(data, store_size=False)
-        mode, body = (_BLOCK, memoryview(encoded)) if len(encoded) < len(data) else (_RAW, data)
-        num_bytes = 1 + len(body)
-        if num_bytes > len(into):
-            return None
-        into[0] = mode
-        into[1:num_bytes] = body
-        return num_bytes
+    @property
+    def text(self) -> str:
+        return self._layers.text(self.name)
 
-    def decode(self, layer: int, stored: memoryview, into: memoryview) -> bool:
+    def encode(self, first: int, data: memoryview, into: memoryview) -> Ends | None:
+        """See `Codec.encode`."""
+        ends, end = [], 0
+        for start, stop in self._layers.ranges(first, len(data)):
+            layer = data[start:stop]
+            encoded: bytes = self._lz4.compress(layer, store_size=False)
+            mode, body = (_BLOCK, memoryview(encoded)) if len(encoded) < len(layer) else (_RAW, layer)
+            begin, end = end, end + 1 + len(body)
+            if end > len(into):
+                return None
+            into[begin] = mode
+            into[begin + 1 : end] = body
+            ends.append(end)
+        return tuple(ends)
+
+    def decode(self, first: int, ends: Ends, stored: memoryview, into: memoryview) -> bool:
         """See `Codec.decode`."""
-        if len(stored) < 2:
+        begin = 0
+        for (start, stop), end in zip(self._layers.ranges(first, len(into)), ends, strict=True):
+            if not self._decode(stored[begin:end], into[start:stop]):
+                return False
+            begin = end
+        return True
+
+    def _decode(self, frame: memoryview, into: memoryview) -> bool:
+        if len(frame) < 2:
             return False
-        body: bytes | memoryview = stored[1:]
-        if stored[0] == _BLOCK:
+        body: bytes | memoryview = frame[1:]
+        if frame[0] == _BLOCK:
             try:
                 body = self._lz4.decompress(body, uncompressed_size=len(into))
             except self._lz4.LZ4BlockError:
                 return False
-        elif stored[0] != _RAW:
+        elif frame[0] != _RAW:
             return False
         if len(body) != len(into):
             return False

@@ -154,19 +154,16 @@ class EncodedPayloads:
     def outgoing(self, data: memoryview, position: int, scratch: Scratch, *, is_last: bool) -> Outgoing | None:
         """Layers one behind the other, zeros to the end of the block. Pages before the last go out with their whole
         slot, whose rest nobody looks at: that is cheaper than an I/O of its own."""
-        room, end, running = scratch.encoded[position], 0, 0
-        sums: list[int] = []
-        ends: list[int] = []
-        for layer, (start, stop) in enumerate(self._shape.layer_ranges):
-            taken = self._codec.encode(layer, data[start:stop], room[end : self._shape.room_bytes])
-            if taken is None:
-                return None
-            running = checksum(room[end : end + taken], running)
-            end += taken
+        room = scratch.encoded[position]
+        ends = self._codec.encode(0, data, room[: self._shape.room_bytes])
+        if ends is None:
+            return None
+        running, sums = 0, []
+        for start, end in pairwise((0, *ends)):
+            running = checksum(room[start:end], running)
             sums.append(running)
-            ends.append(end)
-        blocks = round_up(end)
-        room[end:blocks] = bytes(blocks - end)
+        blocks = round_up(ends[-1])
+        room[ends[-1] : blocks] = bytes(blocks - ends[-1])
         return Outgoing(tuple(sums), tuple(ends), [room[:blocks] if is_last else room])
 
     def incoming(
@@ -183,12 +180,7 @@ class EncodedPayloads:
         stored = scratch.encoded[position]
         if not self._is_sound(ends) or checksum(stored[: ends[-1]]) != sum_:
             return Finding.BAD_PAYLOAD
-        first = 0
-        for layer, ((start, stop), end) in enumerate(zip(self._shape.layer_ranges, ends)):
-            if not self._codec.decode(layer, stored[first:end], into[start:stop]):
-                return Finding.BAD_PAYLOAD
-            first = end
-        return Finding.OK
+        return Finding.OK if self._codec.decode(0, ends, stored[: ends[-1]], into) else Finding.BAD_PAYLOAD
 
     def layer_in_place(self, layer: StoredLayer, into: memoryview) -> bool:
         """It has to be decoded."""
@@ -196,7 +188,7 @@ class EncodedPayloads:
 
     def complete_layer(self, index: int, stored: memoryview, into: memoryview) -> bool:
         """Decode it."""
-        return self._codec.decode(index, stored, into)
+        return self._codec.decode(index, (len(stored),), stored, into)
 
     def _is_sound(self, ends: Sequence[int]) -> bool:
         """Whether layers can end so: a journal may say anything."""
