@@ -8,7 +8,7 @@ import pytest
 
 from hicache.movers import PageMove, Priority, Transfer
 from hicache.tier import Outcome, PageRead, PageWrite
-from tests.hicache.lanes import LayeredDevice, Rig, stamped
+from tests.hicache.lanes import LayeredDevice, Rig, free, stamped
 from tests.simulation import Faults, World, run_simulated
 
 OK, STALE, ERROR = Outcome.OK, Outcome.STALE, Outcome.ERROR
@@ -85,6 +85,8 @@ def test_bytes_in_flight_stay_below_their_cap_although_all_pages_have_begun() ->
         def watch(operation: str, pages: Sequence[PageRead] | Sequence[PageWrite]) -> None:
             calls.append(len(pages))
             assert rig.lane.stats.in_flight_bytes <= 2 * 64
+            # The device counts a layer of a page as one.
+            assert rig.device.in_flight_pages <= 2 * NUM_LAYERS
 
         rig.device.watch = watch
         async with rig.running():
@@ -187,7 +189,7 @@ def test_a_slot_freed_between_two_layers_makes_its_page_stale(end: str) -> None:
             if end == "target":
                 rig.free_targets([page])
             else:
-                rig.recycle([page])
+                free(rig.source, [page.source_slot])
             assert not await transfer.wait_layer(NUM_LAYERS - 1)
             assert transfer.result is not None
             assert transfer.result.outcomes == (OK, STALE, OK, OK)
