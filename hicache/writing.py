@@ -201,32 +201,37 @@ class Writer:
         match = tree.match(namespace, pack_tokens(tokens), published=False)
         lease = tree.lease(match, owner="persist", deadline=None, now=cache.clock.monotonic())
         try:
-            await self.write(lambda: [lease.node] if lease.node is not None else [], deadline=deadline)
-            # Everything written so far is accepted; what is pinned stays until it is durable, too.
-            number = tier.accepted
-            pins = cache.pin({NVME: self._written(lease)})
-            try:
-                await tier.sync(number, deadline=deadline)
-                self._forget_lost(self._written(lease))
-                num_pages = sum([node.num_pages for node in self._written(lease)])
-            finally:
-                cache.unpin(pins)
+            while True:
+                await self.write(lambda: [lease.node] if lease.node is not None else [], deadline=deadline)
+                # Everything written so far is accepted; what is pinned stays until it is durable, too.
+                number = tier.accepted
+                pins = cache.pin({NVME: self._written(lease)})
+                try:
+                    await tier.sync(number, deadline=deadline)
+                    has_lost = self._forget_lost(self._written(lease))
+                    num_pages = sum([node.num_pages for node in self._written(lease)])
+                finally:
+                    cache.unpin(pins)
+                if not has_lost:
+                    break
         finally:
             cache.release(lease)
         return Persisted(num_pages * cache.layout.page_size, number)
 
-    def _forget_lost(self, nodes: Sequence[Node]) -> None:
-        """Forget pages that the tier has lost since they were accepted: an earlier flush failed."""
+    def _forget_lost(self, nodes: Sequence[Node]) -> bool:
+        """Forget pages that an earlier flush, which failed, has taken since they were accepted: in the first node that
+        has lost any. Whether there were some: they can then be written again."""
         tier = self.tier
         if not isinstance(tier, SupportsCheck):
-            return
+            return False
         for node in nodes:
             for page, (slot, identity) in enumerate(
                 zip(node.slots(NVME).tolist(), self._cache.tree.identities(node), strict=True)
             ):
                 if tier.check(slot, self._cache.tiers[NVME].generation(slot), identity) is not Outcome.OK:
                     self._cache.forget(node, NVME, page)
-                    return
+                    return True
+        return False
 
     def _written(self, lease: Lease) -> list[Node]:
         """The nodes of a leased path, from the root on, that are on NVMe with everything before them."""

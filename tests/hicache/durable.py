@@ -79,7 +79,7 @@ class SimulatedDurableTier(SimulatedTier):
         self.eager: Final = eager
         self.sync_s: Final = sync_s
         self.sync_fails = False
-        """Every flush fails from now on."""
+        """Every flush fails from now on, and takes with it what waited for it."""
         self.sync_hangs = False
         """Every flush takes longer than anybody waits."""
         self.num_syncs = 0
@@ -123,8 +123,14 @@ class SimulatedDurableTier(SimulatedTier):
         self.num_syncs += 1
         await self.sleep(self.sync_s, deadline)
         if self.sync_fails:
+            self._lose()
             raise TierUnavailable(self.tier_id, "a flush failed")
         self._reach(number)
+
+    def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
+        if self.generation(slot) != generation:
+            return Outcome.STALE
+        return Outcome.OK if self.holds(slot) == identity else Outcome.NOT_FOUND
 
     def remember(self, digest: bytes, record: bytes) -> None:
         self._log(_Remembered(digest, record))
@@ -179,6 +185,18 @@ class SimulatedDurableTier(SimulatedTier):
         self._numbers.append(self._accepted)
         if self._happens(self.eager):
             self._reach(self._rng.randint(self._durable, self._accepted))
+
+    def _lose(self) -> None:
+        """Pages that wait for a flush are gone, for readers as well; frees and records wait for the next one."""
+        for entry in self._waiting:
+            if isinstance(entry, _Written) and self.holds(entry.slot) == entry.page.identity:
+                self._held[entry.slot] = None
+        kept = [
+            (number, entry)
+            for number, entry in zip(self._numbers, self._waiting, strict=True)
+            if not isinstance(entry, _Written)
+        ]
+        self._numbers, self._waiting = [number for number, _ in kept], [entry for _, entry in kept]
 
     def _reach(self, number: int) -> None:
         """Everything up to a number goes to the medium."""

@@ -109,6 +109,7 @@ FAULTS = {
     "errors": Faults(error=0.05, stall=0.02, stall_s=0.5),
     "damage": Faults(error=0.03, corrupt=0.03),
 }
+"""With damage, flushes fail, too."""
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -146,7 +147,9 @@ async def _life(world: World, faults: Faults, image: Image) -> list[Crash]:
             while True:
                 await asyncio.sleep(rng.uniform(0, 0.02))
                 setup.check()
-                if not faults.corrupt:
+                if faults.corrupt:
+                    setup.durable.sync_fails = rng.random() < 0.2
+                else:
                     check_closed(setup)
                 history.crash()
 

@@ -13,7 +13,7 @@ from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.recovery import Recovery
 from hicache.residency import IN_TIER, Residency
-from hicache.tier import DEVICE, NVME, PageIdentity, chain_digest
+from hicache.tier import DEVICE, HOST, NVME, PageIdentity, TierId, chain_digest
 from tests.hicache.durable import Image, Page
 from tests.hicache.worlds import (
     LAYOUT,
@@ -128,6 +128,34 @@ def test_a_flush_that_fails_promises_nothing() -> None:
                 await setup.cache.persist(MODEL, prompt(1, 22), deadline=world.monotonic() + 1)
             assert not await setup.cache.settle(deadline=world.monotonic() + 1)
             assert await setup.request().run(prompt(1, 22)) == 20
+            # The tree may believe these pages to be on NVMe. They are written again before anything is promised.
+            setup.durable.sync_fails = False
+            persisted = await setup.cache.persist(MODEL, prompt(1, 22), deadline=world.monotonic() + 1)
+            assert persisted.num_tokens == 20
+            assert len(setup.durable.certain().closed()) == 5
+            setup.check_quiet()
+
+    run_simulated(main, 0)
+
+
+@pytest.mark.parametrize("tier_id", [DEVICE, HOST])
+def test_what_a_failed_flush_took_is_written_again_from_wherever_it_is(tier_id: TierId) -> None:
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=8, host_pages=8, image=Image(), eager=0.0) as setup:
+            cache = setup.cache
+            await setup.request().run(prompt(1, 17))
+            if tier_id == HOST:
+                cache.free({DEVICE: await cache.allocate(DEVICE, 8, deadline=world.monotonic() + 1)})
+            setup.durable.sync_fails = True
+            for _ in range(2):
+                with pytest.raises(TierUnavailable):
+                    await cache.persist(MODEL, prompt(1, 17), deadline=world.monotonic() + 1)
+            setup.durable.sync_fails = False
+            assert (await cache.persist(MODEL, prompt(1, 17), deadline=world.monotonic() + 1)).num_tokens == 16
+            image = setup.durable.crash(world.rng)
+            setup.check_quiet()
+        async with opened(world, image=image) as setup:
+            assert await setup.request().run(prompt(1, 17)) == 16
             setup.check_quiet()
 
     run_simulated(main, 0)

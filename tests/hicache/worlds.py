@@ -118,6 +118,7 @@ async def opened(
     metadata_bytes: int | None = None,
     image: Image | None = None,
     sync_s: float = 1e-3,
+    eager: float = 0.2,
 ) -> AsyncIterator[Setup]:
     """A cache that runs for the length of the block, on tiers with jitter and, if asked, faults. With an `image`, its
     NVMe tier survives crashes, and finds that image when it opens."""
@@ -142,6 +143,7 @@ async def opened(
         nvme = SimulatedDurableTier(
             image=image,
             sync_s=sync_s,
+            eager=eager,
             page_bytes=LAYOUT.page_bytes,
             capacity_pages=nvme_pages,
             rng=world.rng,
