@@ -149,6 +149,14 @@ class FaultyFiles(FileIO):
         self._raise(self._strike("fsync"))
         super().fsync(fd)
 
+    def fdatasync(self, fd: int) -> None:
+        self._raise(self._strike("fdatasync"))
+        super().fdatasync(fd)
+
+    def fchmod(self, fd: int, mode: int) -> None:
+        self._raise(self._strike("fchmod"))
+        super().fchmod(fd, mode)
+
     # ---- calls that do
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -216,7 +224,7 @@ def _aligned_copies(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 class HeldFiles(FileIO):
-    """Reads and writes wait at a gate: for tests that need copies under way."""
+    """Reads, writes and syncs wait at a gate: for tests that need them under way."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -245,6 +253,10 @@ class HeldFiles(FileIO):
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._wait("pwritev")
         return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._wait("fdatasync")
+        super().fdatasync(fd)
 
 
 class PoorFiles(FileIO):

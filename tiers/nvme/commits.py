@@ -27,6 +27,7 @@ Only the event loop changes anything here; the thread gets bytes to write.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -259,10 +260,17 @@ class Commits:
             return
         if self.problem is None and self._is_urgent():
             self._begin_step()
-        elif self._timer is None or self._timer_loop is not loop:
-            delay = self._interval_s if self.problem is None else RETRY_S
-            self._timer_loop = loop
-            self._timer = loop.call_later(delay, self._on_timer)
+        else:
+            self._set_timer(loop, self._interval_s if self.problem is None else RETRY_S)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, delay_s: float) -> None:
+        """Have `_on_timer` called in `delay_s` seconds at the latest."""
+        if self._timer is not None:
+            if self._timer_loop is loop and self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer_loop = loop
+        self._timer = loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -445,7 +453,14 @@ class Commits:
     # ---- the end, and the beginning
 
     def write_log_now(self) -> None:
-        """Write a fresh log on the calling thread; for a store whose size has changed. Raises `OSError`."""
+        """Write a fresh log on the calling thread, before anything is served. Raises `OSError`.
+
+        For a store that has not been closed, or has changed its size. Of two whole logs, which a crash or a failure
+        just before the older was retired leaves behind, the newer is made sure of first: the older is written over.
+        """
+        recovered = self._directory.recovered
+        if recovered.is_contested and recovered.log is not None:
+            self._directory.logs[recovered.log].write_again(recovered.log_bytes)
         self._is_ended = True
         self._want_fresh()
         while self._fresh is not None:
@@ -583,6 +598,9 @@ class _Step:
                 self._log.end_checkpoint(self._sequence)
         except OSError as error:
             self.error = error
+            with contextlib.suppress(OSError):
+                # What is not on the medium must not look whole to the next process either.
+                self._log.retire()
             return
         if self._retired is not None:
             try:

@@ -76,6 +76,7 @@ def open_directory(
     files: FileIO,
     health: Health,
     progress: Progress,
+    is_whole: bool = True,
 ) -> StoreDirectory:
     """Check and lock the directory, recover what it holds, and bring its files to the capacity. Blocks: for
     milliseconds, and for what recovery takes.
@@ -110,7 +111,7 @@ def open_directory(
         _check_room(files, path, opened.geometry, inventory)
         opened.recovered = nothing_recovered(opened.geometry)
         if manifest is not None:
-            _recover(files, opened, manifest, inventory, progress)
+            _recover(files, opened, manifest, inventory, progress, is_whole=is_whole)
         _sync_name(files, path)
         fill(files, opened, health, inventory)
         return opened
@@ -287,7 +288,13 @@ def _check_room(files: FileIO, path: str, geometry: Geometry, inventory: Invento
 
 
 def _recover(
-    files: FileIO, directory: StoreDirectory, manifest: Manifest, inventory: Inventory, progress: Progress
+    files: FileIO,
+    directory: StoreDirectory,
+    manifest: Manifest,
+    inventory: Inventory,
+    progress: Progress,
+    *,
+    is_whole: bool,
 ) -> None:
     """Find out what the store still holds, at the sizes that it had, and cut that to the sizes that it gets."""
     geometry = manifest.geometry
@@ -302,7 +309,7 @@ def _recover(
     try:
         for log in inventory.logs:
             logs.append(files.open(log.name, READ_ONLY, directory_fd=directory.fd) if log.is_ours else None)
-        recovered = recover(files, logs, manifest.store, geometry, num_present, progress)
+        recovered = recover(files, logs, manifest.store, geometry, num_present, progress, is_whole=is_whole)
     finally:
         for fd in logs:
             if fd is not None:

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-from hicache.tiers.nvme.io import FileIO, sync_data, write_fully
+from hicache.tiers.nvme.io import FileIO, read_fully, sync_data, write_fully
 from hicache.tiers.nvme.records import (
     EPOCH_BYTES,
     LOG_HEADER_BYTES,
@@ -80,6 +80,18 @@ class LogFile:
 
     def sync(self) -> None:
         """Make durable what was appended. Raises `OSError`; the log is then to be abandoned, not synced again."""
+        sync_data(self._files, self.fd)
+
+    def write_again(self, num_bytes: int) -> None:
+        """Write what the file holds over itself, and sync. Raises `OSError`.
+
+        After a sync that failed, the page cache shows bytes that the medium does not have and that no later sync would
+        bring there: only writing does.
+        """
+        block = memoryview(bytearray(1 << 20))
+        for start in range(0, num_bytes, len(block)):
+            count = read_fully(self._files, self.fd, [block[: num_bytes - start]], start)
+            write_fully(self._files, self.fd, [block[:count]], start)
         sync_data(self._files, self.fd)
 
     def retire(self) -> None:

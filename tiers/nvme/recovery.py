@@ -57,7 +57,7 @@ class Recovered:
     generations: npt.NDArray[np.int64]
     """Of all slots."""
     rows: Rows
-    """Pages that are offered."""
+    """Pages that are offered, or may be."""
     digests: npt.NDArray[np.uint8]
     """`[num_pages, 32]`, the namespace of each."""
     runs: list[RecoveredRun]
@@ -69,7 +69,14 @@ class Recovered:
     log: int | None = None
     """Which of the two files holds the log that counts."""
     log_number: int = 0
+    log_bytes: int = 0
+    """How far that log was read."""
+    is_contested: bool = False
+    """Whether the other file holds a whole log, too: the newer may be in the page cache alone, after a sync that
+    failed."""
     budget: int | None = None
+    is_unconnected: bool = False
+    """Whether the rows were not linked: the store holds only some pages of each path."""
     clean: bool = False
     dropped: Counter[str] = field(default_factory=Counter)
     damage: list[str] = field(default_factory=list)
@@ -110,19 +117,28 @@ def recover(
     geometry: Geometry,
     num_present: npt.NDArray[np.int64],
     progress: Progress,
+    *,
+    is_whole: bool = True,
 ) -> Recovered:
     """Read the logs and put the state together.
 
     `logs` are the two files' descriptors, None for one that is missing; `num_present[i]` says how many slots of segment
-    `i` its file reaches, 0 if there is none of this store. Alters nothing. Raises `OSError` where the device does.
+    `i` its file reaches, 0 if there is none of this store. A store that is not whole is one of several
+    that hold pages of the same paths: its rows are kept as they are. Alters nothing. Raises `OSError` where the device
+    does.
     """
     total = 2 * geometry.num_slots
     progress(0, total)
 
-    def read_so_far(num_pages: int) -> None:
-        progress(min(num_pages, geometry.num_slots), total)
+    most_read = 0
 
-    which, contents, damage = _choose(files, logs, store, geometry, read_so_far)
+    def read_so_far(num_pages: int) -> None:
+        # Of the two logs, the longer counts.
+        nonlocal most_read
+        most_read = max(most_read, min(num_pages, geometry.num_slots))
+        progress(most_read, total)
+
+    which, contents, is_contested, damage = _choose(files, logs, store, geometry, read_so_far)
     if contents is None or which is None:
         state = nothing_recovered(geometry)
         state.damage, state.clean = damage, not damage
@@ -135,11 +151,13 @@ def recover(
     dropped: Counter[str] = Counter()
     generations, rows, recorded = settle(contents, geometry, num_present, dropped)
     digests = _digests(contents, rows)
-    kept, runs = connect(
-        rows, digests, contents.namespaces, dropped,
-        lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
-    )  # fmt: skip
-    rows, digests = rows[kept], digests[kept]
+    runs: list[RecoveredRun] = []
+    if is_whole:
+        kept, runs = connect(
+            rows, digests, contents.namespaces, dropped,
+            lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
+        )  # fmt: skip
+        rows, digests = rows[kept], digests[kept]
     gone = np.setdiff1d(recorded, rows["slot"].astype(np.int64))
     generations[gone] += 1
     progress(total, total)
@@ -153,7 +171,10 @@ def recover(
         sequence=contents.sequence,
         log=which,
         log_number=contents.header.number,
+        log_bytes=contents.num_bytes,
+        is_contested=is_contested,
         budget=contents.budget,
+        is_unconnected=not is_whole,
         clean=contents.is_clean and not damage,
         dropped=dropped,
         damage=damage,
@@ -166,8 +187,9 @@ def _choose(
     store: bytes,
     geometry: Geometry,
     progress: Callable[[int], None],
-) -> tuple[int | None, LogContents | None, list[str]]:
-    """The log that counts: of those that are whole, the one with the highest number."""
+) -> tuple[int | None, LogContents | None, bool, list[str]]:
+    """The log that counts: of those that are whole, the one with the highest number. Whether there is another; and what
+    is wrong."""
     found: list[tuple[int, LogContents]] = []
     unfinished = 0
     for which, fd in enumerate(logs):
@@ -180,9 +202,9 @@ def _choose(
             unfinished += contents.header.number > 1
     if not found:
         # The first log of all may have been cut off by a crash; a later one leaves an earlier one behind.
-        return None, None, ["no log is whole: the store starts cold"] if unfinished else []
+        return None, None, False, ["no log is whole: the store starts cold"] if unfinished else []
     which, contents = max(found, key=lambda each: each[1].header.number)
-    return which, contents, []
+    return which, contents, len(found) > 1, []
 
 
 def settle(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.clock import Clock, SystemClock
 from hicache.errors import BadRequest, TierUnavailable
@@ -38,7 +39,7 @@ from hicache.tier import (
     TierId,
 )
 from hicache.tiers.codecs.registry import NONE, check_name
-from hicache.tiers.nvme.budget import SpaceFloor, WriteBudget
+from hicache.tiers.nvme.budget import SpaceFloor, WriteBudget, check_budget
 from hicache.tiers.nvme.commits import COMMIT_INTERVAL_S, Commits
 from hicache.tiers.nvme.directory import open_directory
 from hicache.tiers.nvme.filling import StoreDirectory, close_directory
@@ -50,8 +51,8 @@ from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import FileIO, Scratch, flat
 from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.namespaces import Namespaces
-from hicache.tiers.nvme.records import namespace_room
-from hicache.tiers.nvme.recovery import Progress, Recovery
+from hicache.tiers.nvme.records import Rows, namespace_room
+from hicache.tiers.nvme.recovery import Progress, Recovery, nothing_recovered
 from hicache.tiers.nvme.runs import Batch, Keeper, LayerRun, LayerTicket, Look, Probe, ReadRun, WriteRun
 from hicache.tiers.nvme.segment import LayerGet, SegmentFile
 from hicache.tiers.slots import SlotPool
@@ -107,6 +108,9 @@ class NvmeTier:
         self._health = health
         self._max_run = min(MAX_RUN_PAGES, max(1, MAX_RUN_BYTES // self._shape.slot_bytes))
         self._runs_recovered: list[RecoveredRun] = recovered.runs
+        self._unconnected = recovered.rows, recovered.digests, recovered.namespaces
+        if not recovered.is_unconnected:
+            self._unconnected = recovered.rows[:0], recovered.digests[:0], {}
         # What was freed last is given last: its record has to be durable before it is written (`commits`).
         self._pool = SlotPool.restored(
             tier_id, recovered.generations, recovered.rows["slot"].astype(np.int32), reuse_late=True
@@ -136,7 +140,8 @@ class NvmeTier:
         self._keeper = Keeper(self._pool, self._index, self._commits, self._namespaces)
         self._budget = None
         if write_bytes_per_day is not None:
-            self._budget = WriteBudget(write_bytes_per_day, clock, recovered.budget)
+            level = recovered.budget if recovery.clean_stop else 0
+            self._budget = WriteBudget(write_bytes_per_day, self._shape.slot_bytes, clock, level)
             self._commits.budget_level = self._budget.level_bytes
         self._floor = SpaceFloor(min_free_bytes, clock, lambda: _free_bytes(files, directory.path))
         self._num_refused = {"budget": 0, "floor": 0}
@@ -165,6 +170,7 @@ class NvmeTier:
         write_lanes: int = WRITE_LANES,
         layer_lanes: int = LAYER_LANES,
         commit_interval_s: float = COMMIT_INTERVAL_S,
+        is_whole: bool = True,
     ) -> Self:
         """Open the store in a directory, or make one: its segments and logs, all of them, preallocated. Blocks for
         milliseconds, and for what recovery takes (`recovery`); needs no running loop.
@@ -183,12 +189,14 @@ class NvmeTier:
             codec_ratio: by how much a lossless codec is expected to shrink pages, 1 to 16. Slots are planned so much
                 smaller, and a page that does not fit is not stored. By default a tenth less than real KV shrinks by.
             min_free_bytes: no new pages are taken while the file system has less space left for others.
-            write_bytes_per_day: no new pages are taken while more were written; up to an hour's share may be saved up.
-                None: no bound.
+            write_bytes_per_day: no 24 hours see more written; at least two pages. Up to an hour's share, or one page if
+                that is more, is saved up for one request. None: no bound.
             progress: told how much of the recovery is done, of how much in all.
             files, clock, health: the seams to the system, to time, and to what counts as down.
             read_lanes, write_lanes, layer_lanes: threads, 1 to 64 each.
             commit_interval_s: longest time from a change to the commit that makes it durable, above 0.
+            is_whole: False for a store that holds only some pages of each path: they are not linked, nothing is
+                `recovered`, and who put the stores together asks for `unconnected`.
 
         Raises `BadRequest` naming the argument and its bound (a capacity below one page, below one segment, or beyond
         the free space), and `TierUnavailable` with one line naming the directory when it cannot be used: in use, not
@@ -201,9 +209,9 @@ class NvmeTier:
             raise BadRequest("commit_interval_s", f"{commit_interval_s} is not a finite number above 0")
         if min_free_bytes < 0:
             raise BadRequest("min_free_bytes", f"{min_free_bytes} is negative")
-        if write_bytes_per_day is not None and write_bytes_per_day < 1:
-            raise BadRequest("write_bytes_per_day", f"{write_bytes_per_day} is below 1")
         shape = _shape_of(layout, codec, codec_ratio)
+        if write_bytes_per_day is not None:
+            check_budget(write_bytes_per_day, shape.slot_bytes)
         clock = clock or SystemClock()
         files = files or FileIO()
         state = health(tier_id, clock)
@@ -217,6 +225,7 @@ class NvmeTier:
             files=files,
             health=state,
             progress=progress,
+            is_whole=is_whole,
         )
         try:
             recovery = opened.recovered.summary(clock.monotonic() - begun)
@@ -236,9 +245,10 @@ class NvmeTier:
             )
             # What a killed process appended last may be in the page cache alone, even after a sync that failed: it
             # counts as durable only once it is in a log that this process has synced.
-            if opened.is_resized or not recovery.clean_stop:
+            if opened.is_resized or opened.recovered.is_contested or not recovery.clean_stop:
                 tier._commits.write_log_now()
             tier._floor.look()
+            opened.recovered = nothing_recovered(opened.geometry)
         except BaseException as error:
             close_directory(files, opened)
             if isinstance(error, OSError):
@@ -344,6 +354,14 @@ class NvmeTier:
         runs, self._runs_recovered = self._runs_recovered, []
         return runs
 
+    def unconnected(self) -> tuple[Rows, npt.NDArray[np.uint8], dict[int, tuple[bytes, bytes]]]:
+        """What a store that is not whole had durable when it was opened, for `recovery.connect`: pages (their slots are
+        handed out), the namespace digest of each, `[num_pages, 32]`, and digest and record of each namespace by
+        number. Once: later calls return nothing."""
+        found = self._unconnected
+        self._unconnected = found[0][:0], found[1][:0], {}
+        return found
+
     # ---- slots
 
     def allocate(self, num_pages: int) -> Slots:
@@ -354,21 +372,26 @@ class NvmeTier:
         """
         if self._closed:
             raise TierUnavailable(self._tier_id, "closed")
-        if self._floor.min_free_bytes and self._floor.claim_look():
-            self._commit_lane.submit_anywhere(Look(self._floor))
+        self.probe()
         if (reason := self.down) is not None:
             self._num_refused["floor"] += reason == self._floor.problem
-            if self._health.claim_probe():
-                self._writes.submit_anywhere(Probe(self._directory.segments[0], self._health))
             raise TierUnavailable(self._tier_id, reason)
         if num_pages > self._pool.num_free or self._budget is None:
             return self._pool.allocate(num_pages)
         if num_pages and not self._budget.take(num_pages * self._shape.slot_bytes):
             self._num_refused["budget"] += 1
-            problem = f"the write budget of {self._budget.bytes_per_day} bytes a day is used up"
-            raise TierUnavailable(self._tier_id, problem)
+            raise TierUnavailable(self._tier_id, self._budget.refusal(num_pages * self._shape.slot_bytes))
         self._commits.budget_level = self._budget.level_bytes
         return self._pool.allocate(num_pages)
+
+    def probe(self) -> None:
+        """Have a device that is down tried, and the free space looked at, where that is due. Never waits."""
+        if self._closed:
+            return
+        if self._floor.min_free_bytes and self._floor.claim_look():
+            self._commit_lane.submit_anywhere(Look(self._floor))
+        if self._health.claim_probe():
+            self._writes.submit_anywhere(Probe(self._directory.segments[0], self._health))
 
     def free(self, slots: Slots) -> None:
         """Give slots back and bump their generations. `AssertionError`, and nothing freed, for a slot that is not
@@ -399,9 +422,7 @@ class NvmeTier:
         that is not one contiguous page, and an identity of the wrong lengths. Cancelled, it waits for the copies all
         the same.
         """
-        checked = [(page, self._checked(page.slot, page.identity, page.data)) for page in pages]
-        if len({page.slot for page in pages}) < len(pages):
-            raise BadRequest("pages", "one slot is named twice")
+        checked = list(zip(pages, self.check_write(pages), strict=True))
         problem = await self._keeper.wait_for_turn(pages)
         batch = Batch(self._counters, Operation.WRITE, len(pages))
         puts: list[tuple[int, PageWrite, memoryview]] = []
@@ -429,7 +450,7 @@ class NvmeTier:
         named twice, a buffer must be writable). Cancelled, it waits for the copies all the same.
         """
         batch = Batch(self._counters, Operation.READ, len(pages))
-        checked = [(page, self._checked(page.slot, page.identity, page.into, writable=True)) for page in pages]
+        checked = list(zip(pages, self.check_read(pages), strict=True))
         gets: list[tuple[int, PageRead, memoryview]] = []
         for place, (page, into) in enumerate(checked):
             if (problem := self._problem(page.slot, page.generation, page.identity)) is not None:
@@ -452,7 +473,7 @@ class NvmeTier:
         for a slot or layer that does not exist, and for a buffer that is not as long as the layer, contiguous and
         writable.
         """
-        checked = [(read, self._checked_layer(read)) for read in reads]
+        checked = list(zip(reads, self.check_layer_reads(reads), strict=True))
         ticket = LayerTicket(len(reads), self._counters)
         gets: list[tuple[int, LayerRead, SegmentFile, LayerGet]] = []
         for place, (read, into) in enumerate(checked):
@@ -501,6 +522,28 @@ class NvmeTier:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def abandon(self) -> None:
+        """Give up files and lock of a tier that was opened and never used."""
+        self._closed = self._released = True
+        self._commits.give_up()
+        close_directory(self._files, self._directory)
+
+    # ---- what is asked, before anything is touched
+
+    def check_write(self, pages: Sequence[PageWrite]) -> list[memoryview]:
+        """The pages' buffers as flat views. Raises `BadRequest` as `write` does."""
+        if len({page.slot for page in pages}) < len(pages):
+            raise BadRequest("pages", "one slot is named twice")
+        return [self._checked(page.slot, page.identity, page.data) for page in pages]
+
+    def check_read(self, pages: Sequence[PageRead]) -> list[memoryview]:
+        """The pages' buffers as flat views. Raises `BadRequest` as `read` does."""
+        return [self._checked(page.slot, page.identity, page.into, writable=True) for page in pages]
+
+    def check_layer_reads(self, reads: Sequence[LayerRead]) -> list[memoryview]:
+        """The layers' buffers as flat views. Raises `BadRequest` as `start_layer_reads` does."""
+        return [self._checked_layer(read) for read in reads]
 
     # ---- parts of the above
 
