@@ -2,11 +2,13 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from hicache.clock import SystemClock
 from hicache.layout import KVDtype, KVLayout
@@ -139,5 +141,82 @@ def test_cancelling_run_under_copies_leaves_threads_and_slots_in_peace(num_steps
             await fill(host, again, others)
             for slot, identity in zip(again.tolist(), others, strict=True):
                 assert np.array_equal(np.frombuffer(host.view(slot), np.uint8), stamp(identity, host.page_bytes))
+
+    run(main())
+
+
+@pytest.mark.parametrize("cap_pages", [4, 192])
+def test_a_thread_attends_over_each_layer_as_soon_as_it_is_there(cap_pages: int) -> None:
+    """What an engine does: it waits for a layer in its own thread, and reads the pool while the next one arrives."""
+
+    async def main() -> None:
+        identities = identity_chain(NUM_PAGES, page_size=LAYOUT.page_size)
+        async with open_tiers() as (device, host), asyncio.TaskGroup() as group:
+            lane = Lane(
+                host, device, clock=SystemClock(), batch_pages=32, max_in_flight_bytes=cap_pages * LAYOUT.page_bytes
+            )
+            group.create_task(lane.run())
+            sources, targets = host.allocate(NUM_PAGES), device.allocate(NUM_PAGES)
+            await fill(host, sources, identities)
+            events = [threading.Event() for _ in range(LAYOUT.num_layers)]
+
+            def on_layer(transfer: Transfer, layer: int) -> None:
+                events[layer].set()
+
+            def attend() -> int:
+                """Layers whose bytes are those of their pages when their event says so."""
+                for layer, event in enumerate(events):
+                    assert event.wait(60)
+                    pool = device.layer(layer)
+                    size = LAYOUT.layer_bytes(0)
+                    for slot, identity in zip(targets.tolist(), identities, strict=True):
+                        piece = stamp(identity, size, start=layer * size)
+                        assert np.array_equal(pool[slot].view(torch.uint8).numpy().reshape(-1), piece)
+                return len(events)
+
+            transfer = await lane.submit(
+                moves(host, sources, device, targets, identities),
+                priority=Priority.DEMAND,
+                by_layer=True,
+                on_layer=on_layer,
+            )
+            assert await asyncio.to_thread(attend) == LAYOUT.num_layers
+            assert all((await transfer.wait()).ok)
+            for slot, identity in zip(targets.tolist(), identities, strict=True):
+                await expect_page(device, slot, identity)
+            await lane.close(drain_until=None)
+
+    run(main())
+
+
+def test_loads_by_layer_that_are_given_up_leave_their_slots_in_peace() -> None:
+    async def main() -> None:
+        rng = random.Random(1)
+        identities = identity_chain(NUM_PAGES, page_size=LAYOUT.page_size)
+        async with open_tiers() as (device, host), asyncio.TaskGroup() as group:
+            lane = Lane(host, device, clock=SystemClock(), batch_pages=8)
+            group.create_task(lane.run())
+            sources = host.allocate(NUM_PAGES)
+            await fill(host, sources, identities)
+            for _ in range(20):
+                targets = device.allocate(NUM_PAGES)
+                pages = moves(host, sources, device, targets, identities)
+                transfer = await lane.submit(pages, priority=Priority.DEMAND, by_layer=True)
+                if rng.random() < 0.5:
+                    await transfer.wait_layer(rng.randrange(LAYOUT.num_layers))
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                transfer.cancel()
+                result = await transfer.wait()
+                assert set(result.outcomes) <= {Outcome.OK, None}
+                # The slots are the owner's again: what their next owner puts there at once stays.
+                device.free(targets)
+                again = device.allocate(NUM_PAGES)
+                others = identity_chain(NUM_PAGES, namespace=1, page_size=LAYOUT.page_size)
+                await fill(device, again, others)
+                for slot, identity in zip(again.tolist(), others, strict=True):
+                    await expect_page(device, slot, identity)
+                device.free(again)
+            await lane.close(drain_until=None)
 
     run(main())
