@@ -326,6 +326,7 @@ class Lane:
             num_layers=self._layer_copier.num_layers if by_layer and self._layer_copier is not None else 1,
             now=self.clock.monotonic(),
             withdraw=self._withdraw,
+            hasten=self._hasten,
         )
 
     def _take_in(self, transfer: Transfer, *, has_room: bool) -> None:
@@ -356,8 +357,17 @@ class Lane:
         """Pages of the transfer that have not begun never will."""
         line = self._lines[transfer.priority]
         self._cancelled += line.remove(transfer)
+        transfer._next = len(transfer.pages)
         line.grant()
         self._end_if_over(transfer)
+
+    def _hasten(self, transfer: Transfer, priority: Priority) -> None:
+        line = self._lines[transfer.priority]
+        waits = line.remove(transfer) > 0
+        transfer.priority = priority
+        if waits:
+            self._lines[priority].insert(transfer)
+            line.grant()
 
     def _end_if_over(self, transfer: Transfer) -> None:
         if transfer._under_way or transfer._next < len(transfer.pages) or transfer.result is not None:

@@ -67,6 +67,13 @@ class Line:
             self.transfers.append(transfer)
             self.num_pages += len(transfer.pages)
 
+    def insert(self, transfer: Transfer) -> None:
+        """Take in, by its time of arrival, what another line has waiting of a transfer; whether there is room or not:
+        its pages are on the lane already."""
+        place = sum(other._submitted_at <= transfer._submitted_at for other in self.transfers)
+        self.transfers.insert(place, transfer)
+        self.num_pages += len(transfer.pages) - transfer._next
+
     def begin(self, transfer: Transfer, max_pages: int) -> list[tuple[Transfer, int]]:
         """Begin the next pages of the first transfer, all of them if it goes by layers; it leaves the line with its
         last."""
@@ -86,5 +93,4 @@ class Line:
         if num_pages:
             self.transfers.remove(transfer)
             self.num_pages -= num_pages
-            transfer._next = len(transfer.pages)
         return num_pages

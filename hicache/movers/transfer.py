@@ -70,9 +70,11 @@ class Transfer:
         num_layers: int = 1,
         now: float,
         withdraw: "Callable[[Transfer], None]",
+        hasten: "Callable[[Transfer, Priority], None]",
     ) -> None:
         self.pages: Final = tuple(pages)
-        self.priority: Final = priority
+        self.priority = priority
+        """Changed by `hasten` alone."""
         self.deadline: Final = deadline
         """Monotonic seconds. Pages whose copy has not begun by then are not copied."""
         self.num_layers: Final = num_layers
@@ -83,6 +85,7 @@ class Transfer:
         self._on_done = on_done
         self._on_layer = on_layer
         self._withdraw = withdraw
+        self._hasten = hasten
         self._submitted_at = now
         self._outcomes: list[Outcome | None] = [None] * len(self.pages)
         # Pages [0, _next) have begun, `_under_way` of them have not ended; [_next, len) wait.
@@ -123,6 +126,12 @@ class Transfer:
                 return False
             await self._advanced.wait()
         return True
+
+    def hasten(self, priority: Priority) -> None:
+        """Give pages that have not begun a more urgent priority, in the place that they would have had there from the
+        start: what was fetched ahead is demanded now. A less urgent one, or the end, changes nothing."""
+        if self.result is None and priority < self.priority:
+            self._hasten(self, priority)
 
     def cancel(self) -> bool:
         """Give the transfer up. True: no copy had begun, and it has now ended with None for every page. False: it had

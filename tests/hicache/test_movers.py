@@ -294,6 +294,63 @@ def test_a_demand_waits_for_no_more_than_the_batches_under_way() -> None:
     run_simulated(main, 0)
 
 
+def test_what_was_fetched_ahead_is_hastened_when_it_is_demanded() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=2, num_workers=1, max_queued_pages=8)
+        calls = record_calls(rig)
+        async with rig.running(), asyncio.TaskGroup() as group:
+            ahead = [await rig.lane.submit(rig.pages(2), priority=PREFETCH) for _ in range(4)]
+            late = group.create_task(rig.lane.submit(rig.pages(8), priority=PREFETCH))
+            await asyncio.sleep(0.5)
+            demands = [await rig.lane.submit(rig.pages(2), priority=DEMAND)]
+            ahead[2].hasten(WRITE_BACK)
+            assert ahead[2].priority is PREFETCH
+            ahead[2].hasten(DEMAND)
+            ahead[2].hasten(DEMAND)
+            # Its pages have begun: nothing waits that could be hastened.
+            ahead[0].hasten(DEMAND)
+            # It came before the demand, so it goes before it.
+            result = await ahead[2].wait()
+            assert result.seconds == 4.0
+            assert rig.lane.stats.queued_pages == 4
+            await demands[0].wait()
+            ahead[2].hasten(DEMAND)
+            for transfer in ahead:
+                assert all((await transfer.wait()).ok)
+            assert all((await (await late).wait()).ok)
+            order = [sources(each.pages) for each in (ahead[0], ahead[2], demands[0], ahead[1], ahead[3])]
+            assert calls[:5] == order
+
+    run_simulated(main, 0)
+
+
+def test_hastening_at_any_moment_loses_and_repeats_nothing() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=3, num_workers=2, max_queued_pages=10, jitter=0.5)
+        async with rig.running(), asyncio.TaskGroup() as group:
+
+            async def client() -> None:
+                for _ in range(5):
+                    pages = rig.pages(world.rng.randint(1, 9))
+                    transfer = await rig.lane.submit(pages, priority=world.rng.choice(tuple(Priority)))
+                    await world.pause(4.0)
+                    transfer.hasten(world.rng.choice(tuple(Priority)))
+                    if world.rng.random() < 0.2:
+                        transfer.cancel()
+                    result = await transfer.wait()
+                    assert set(result.outcomes) <= {OK, None}
+                    assert None not in result.outcomes or result.unwanted
+                    rig.check_arrived(transfer)
+                    check_conserved(rig.lane.stats)
+                    rig.recycle(pages)
+
+            for _ in range(4):
+                group.create_task(client())
+
+    for seed in range(50):
+        run_simulated(main, seed)
+
+
 @pytest.mark.parametrize("priority", [PREFETCH, WRITE_BACK])
 def test_nothing_waits_for_ever_behind_demands_that_keep_coming(priority: Priority) -> None:
     """A transfer that is `p` steps less urgent goes before every demand that came more than `p * age_s` after it: it
