@@ -199,9 +199,10 @@ def _choose(
         if contents.is_whole:
             found.append((which, contents))
         else:
-            unfinished += contents.header.number > 1
+            unfinished += contents.header.number > 1 or bool(contents.damage)
     if not found:
-        # The first log of all may have been cut off by a crash; a later one leaves an earlier one behind.
+        # The first log of all may have been cut off by a crash; a later one leaves an earlier one behind, and whole
+        # frames behind a bad one are no crash's doing.
         return None, None, False, ["no log is whole: the store starts cold"] if unfinished else []
     which, contents = max(found, key=lambda each: each[1].header.number)
     return which, contents, len(found) > 1, []
@@ -249,6 +250,9 @@ def settle(
     keep((rows["codec"] == shape.codec_id) & (rows["zero"] == 0), "unknown_codec")
     stored = rows["words"][:, -1] if shape.coding is not None else np.full(rows.size, shape.page_bytes)
     keep((rows["stored_bytes"] == stored) & (stored <= shape.room_bytes), "wrong_length")
+    if shape.coding is not None:
+        ends = rows["words"][:, shape.num_layers :]
+        keep(np.asarray((ends[:, 1:] >= ends[:, :-1]).all(axis=1)), "wrong_length")
     keep(np.asarray((rows["tokens"] >= 0).all(axis=1)), "no_tokens")
     keep(np.isin(rows["namespace"], np.array(sorted(contents.namespaces), np.uint32)), "unknown_namespace")
     ordinals, indices = np.divmod(rows["slot"].astype(np.int64), geometry.slots_per_segment)
