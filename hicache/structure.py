@@ -301,7 +301,7 @@ class Structure:
         return self._split(node, num_pages), node
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        parent, siblings = _place(node)
+        parent, siblings = place(node)
         box = node.box
         upper_slots, lower_slots = _cut_slots(node, num_pages)
         cut = node._start + (num_pages - 1) * self._page_bytes
@@ -364,7 +364,7 @@ class Structure:
     def _merge(self, upper: Node, lower: Node) -> None:
         if self._reports.by_node:
             self._reports.merge(upper, lower)
-        parent, siblings = _place(upper)
+        parent, siblings = place(upper)
         gap = upper._start + upper._num_pages * self._page_bytes
         if upper._buffer and lower._buffer is upper._buffer and lower._start == gap:
             lower._start = upper._start  # halves of one split: the page between them is still there
@@ -412,24 +412,24 @@ class Structure:
     def _leave(self, node: Node, freed: FreedParts) -> None:
         """Take a childless node out of the tree with all its copies."""
         assert not node._children, "a node leaves before its children"
-        parent, siblings = _place(node)
+        parent, siblings = place(node)
         root = node._root
         if node._states & PUBLISHED:
             self._published.withdraw(node)
         if self._reports.by_node:
             self._reports.leave(node)
-        for index in range(len(self.tiers)):
-            if state_of(node._states, index) in IN_TIER:
+        in_tier = (node._states | node._states >> ARRIVING_SHIFT) & TIER_MASK
+        for index in range(in_tier.bit_length()):
+            if in_tier >> index & 1:
                 self._apply(node, index, Event.REMOVED)
         self._refresh(node)
         node._parent = node._children = None
         del siblings[node._key]
         if parent._order is not None:
             parent._order.remove(node._key)
-        self._limbo.add(node)
         self._release_condemned(node, freed)
-        if not node._states:
-            self._limbo.discard(node)
+        if node._states:
+            self._limbo.add(node)
         self._num_nodes -= 1
         self._num_pages -= node._num_pages
         if parent is root and not siblings:
@@ -437,7 +437,7 @@ class Structure:
             return
         if not siblings:
             parent._children = parent._order = None
-        elif sys.getsizeof(siblings) > SPARSE_BYTES * len(siblings) and len(siblings) >= ORDER_FROM:
+        elif len(siblings) >= ORDER_FROM and sys.getsizeof(siblings) > SPARSE_BYTES * len(siblings):
             # Dictionaries do not shrink by themselves. Most children of a large one have left: keep a small one.
             parent._children = dict(siblings)
             untrack(parent._children)
@@ -474,10 +474,8 @@ class Structure:
 
     def _release_condemned(self, node: Node, freed: FreedParts) -> None:
         """Free the CONDEMNED copies of a node that no hold uses any more."""
-        condemned = node._states >> CONDEMNED_SHIFT
-        if not condemned:
-            return
-        for index in range(len(self.tiers)):
+        condemned = node._states >> CONDEMNED_SHIFT & TIER_MASK
+        for index in range(condemned.bit_length()):
             if condemned >> index & 1 and not is_held(node._holds, index):
                 self._free_slots(node, index, freed)
                 self._apply(node, index, Event.RELEASED)
@@ -515,7 +513,7 @@ class Structure:
             self._evictable.touch(node, self._now)
 
 
-def _place(node: Node) -> tuple[Node, dict[bytes, Box]]:
+def place(node: Node) -> tuple[Node, dict[bytes, Box]]:
     """The parent of a live node, and the parent's children, among which the node stands under its key."""
     parent = node._parent
     assert parent is not None, "a node that left the tree has no place"

@@ -26,7 +26,7 @@ from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
-from hicache.results import Freed, NodeInfo
+from hicache.results import Freed, NodeInfo, Removed
 from hicache.tier import DEVICE, HOST, NVME, TierId
 from hicache.tree import HiRadixTree
 
@@ -926,7 +926,13 @@ class History:
             first = self.random.randint(0, len(pages))
         else:
             prefix = prefix[: self.random.randint(0, len(prefix))]
-        removed = self.tree.remove(self.namespaces[space], prefix, first_page=first)
+        if self.random.random() < 0.5:
+            removed = self.tree.remove(self.namespaces[space], prefix, first_page=first)
+        else:
+            most = self.random.choice([1, 3, 1000])
+            removed = joined(
+                self.tree.remove_in_steps(self.namespaces[space], prefix, first_page=first, max_nodes=most)
+            )
         doomed = []
         for page in self.pages.values():
             own = tuple(token for each in page.path[1] for token in each)
@@ -965,7 +971,11 @@ class History:
             if (space is None or page.path[0] == space)
             and (tenant is None or self.namespaces[page.path[0]].tenant == tenant)
         ]
-        removed = self.tree.flush(None if space is None else self.namespaces[space], tenant, tier)
+        namespace = None if space is None else self.namespaces[space]
+        if tier is not None or self.random.random() < 0.5:
+            removed = self.tree.flush(namespace, tenant, tier)
+        else:
+            removed = joined(self.tree.flush_in_steps(namespace, tenant, max_nodes=self.random.choice([1, 3, 1000])))
         if tier is None:
             self._removed(removed, chosen)
             return
@@ -1067,6 +1077,21 @@ class History:
             assert isinstance(refusal, BadRequest)
             assert refusal.field == wanted, f"the error names {refusal.field}, not {wanted}"
         assert self.view() == before, "a refused call changed the tree"
+
+
+def joined(steps: Iterator[Removed]) -> Removed:
+    """What several steps did together."""
+    freed: dict[TierId, list[int]] = {}
+    num_pages = num_pending = 0
+    held: list[Node] = []
+    for step in steps:
+        for tier, slots in step.freed.items():
+            freed.setdefault(tier, []).extend(slots.tolist())
+        num_pages += step.num_pages
+        num_pending += step.num_pending
+        held += step.held
+    packed = {tier: np.array(slots, np.int32) for tier, slots in freed.items()}
+    return Removed(packed, num_pages, num_pending, tuple(held))
 
 
 def _shared(page: Tokens, rest: Tokens) -> int:

@@ -294,10 +294,9 @@ class EvictsLeased(HiRadixTree):
 class RemovesLeased(HiRadixTree):
     """Removal does not ask for leases."""
 
-    def _remove_branches(self, tops: list[Node]) -> Removed:
-        for node in self._branch(tops):
-            node._num_leases = 0
-        return super()._remove_branches(tops)
+    def _remove_node(self, node: Node, step: Any) -> None:
+        node._num_leases = 0
+        super()._remove_node(node, step)
 
 
 class EvictsInner(HiRadixTree):
@@ -452,13 +451,11 @@ class PrefersOthers(HiRadixTree):
 class HeldStaysPublished(HiRadixTree):
     """What a lease keeps from being removed can still be found by other tenants."""
 
-    def _remove_branches(self, tops: list[Node]) -> Removed:
-        published = [node for node in self._branch(tops) if node.is_published]
-        removed = super()._remove_branches(tops)
-        for node in published:
-            if node.is_live and not node.is_published:
-                self._published.publish(str(id(node)).encode(), b"", self.path(node))
-        return removed
+    def _remove_node(self, node: Node, step: Any) -> None:
+        was_published, published = node.is_published, self._published
+        super()._remove_node(node, step)
+        if was_published and node.is_live and not node.is_published:
+            published.publish(str(id(node)).encode(), b"", self.path(node))
 
 
 class UnpublishesNothing(HiRadixTree):
