@@ -31,15 +31,20 @@ def whole(field: str, value: object, low: int, high: int | None = None) -> int:
 
 def moment(field: str, value: object) -> float:
     """`value` as a time in seconds, a finite number."""
+    return real(field, value, " of seconds")
+
+
+def real(field: str, value: object, unit: str = "") -> float:
+    """`value` as a finite float; an integer becomes the float next to it. `unit` is for the message."""
     if type(value) is float and isfinite(value):
         return value
-    seconds = float("nan")
+    number = float("nan")
     if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
         with suppress(OverflowError):  # of too large an integer, which is not finite either
-            seconds = float(value)
-    if not isfinite(seconds):
-        raise BadRequest(field, f"{value!r:.80} is not a finite number of seconds")
-    return seconds
+            number = float(value)
+    if not isfinite(number):
+        raise BadRequest(field, f"{value!r:.80} is not a finite number{unit}")
+    return number
 
 
 def name(field: str, value: object) -> str:

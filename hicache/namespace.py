@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
+from hicache.arguments import real
 from hicache.errors import BadRequest
 from hicache.layout import MAX_LAYERS, AttentionKind, KVDtype, KVLayout, LayerGroup, PageOrder
 
@@ -36,7 +37,14 @@ def _encode_list(values: list[bytes]) -> bytes:
     return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 
+def _require(field: str, value: object, kind: type) -> None:
+    """Two records that are equal must encode alike, and the other way round: so every field has exactly its type."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise BadRequest(field, f"{type(value).__name__} is not {kind.__name__}")
+
+
 def _text(field: str, value: str) -> bytes:
+    _require(field, value, str)
     try:
         encoded = value.encode()
     except UnicodeEncodeError as error:
@@ -62,7 +70,7 @@ class PositionScheme:
     kind: str = "rope"
     """Name of the scheme: "rope", "alibi", "learned", "none"."""
     base: float = 10_000.0
-    """Rope base (theta), finite and above 0."""
+    """Rope base (theta), finite and above 0; another number is kept as the float next to it."""
     scaling: str = ""
     """Canonical description of the scaling rule with its factors, empty for none."""
     keys: KeyEncoding = KeyEncoding.ROTATED
@@ -70,6 +78,9 @@ class PositionScheme:
     def __post_init__(self) -> None:
         _text("PositionScheme.kind", self.kind)
         _text("PositionScheme.scaling", self.scaling)
+        _require("PositionScheme.keys", self.keys, KeyEncoding)
+        # What is encoded is a float of 64 bits, so that is what is compared, too.
+        object.__setattr__(self, "base", real("PositionScheme.base", self.base))
         # Also keeps out what equals without encoding alike (0.0 and -0.0) and what does not even equal itself (NaN).
         if not 0.0 < self.base < math.inf:
             raise BadRequest("PositionScheme.base", f"{self.base} is not a finite number above 0")
@@ -94,8 +105,9 @@ class _Memo:
 class Namespace(_Memo):
     """The identity record: what must agree, beside tokens, before a page may be served.
 
-    Raises `BadRequest` naming the field when a text or digest is too long, a count is below 1, or a required field
-    is empty. Equal records have equal `digest`s and different records never encode alike.
+    Raises `BadRequest` naming the field when one has another type than its own, a text or digest is too long, a count
+    is below 1, or a required field is empty. Equal records have equal `digest`s and different records never encode
+    alike.
 
     >>> from hicache.layout import KVDtype
     >>> layout = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32, page_size=16)
@@ -128,10 +140,16 @@ class Namespace(_Memo):
     """Extra separation a caller asked for."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise BadRequest("Namespace.model", "is empty; give the weights' digest or a revision id")
         for name in ("tenant", "model", "tokenizer", "adapter", "codec"):
             _text(f"Namespace.{name}", getattr(self, name))
+        if not self.model:
+            raise BadRequest("Namespace.model", "is empty; give the weights' digest or a revision id")
+        _check_layout(self.layout)
+        _require("Namespace.positions", self.positions, PositionScheme)
+        _require("Namespace.salt", self.salt, bytes)
+        _require("Namespace.adapter_generation", self.adapter_generation, int)
+        _require("Namespace.num_ranks", self.num_ranks, int)
+        _require("Namespace.pipeline_ranges", self.pipeline_ranges, tuple)
         if len(self.salt) > MAX_FIELD_BYTES:
             raise BadRequest("Namespace.salt", f"{len(self.salt)} bytes are more than {MAX_FIELD_BYTES}")
         if not 0 <= self.adapter_generation < 1 << 64:
@@ -140,7 +158,13 @@ class Namespace(_Memo):
             raise BadRequest("Namespace.num_ranks", f"{self.num_ranks} is not within 1 to {1 << 16}")
         if len(self.pipeline_ranges) > MAX_LAYERS:
             raise BadRequest("Namespace.pipeline_ranges", f"{len(self.pipeline_ranges)} are more than {MAX_LAYERS}")
-        for start, stop in self.pipeline_ranges:
+        for each in self.pipeline_ranges:
+            _require("Namespace.pipeline_ranges", each, tuple)
+            if len(each) != 2:
+                raise BadRequest("Namespace.pipeline_ranges", f"{len(each)} numbers are not a first layer and an end")
+            start, stop = each
+            for border in each:
+                _require("Namespace.pipeline_ranges", border, int)
             if not 0 <= start < stop <= MAX_LAYERS:
                 raise BadRequest(
                     "Namespace.pipeline_ranges",
@@ -160,6 +184,7 @@ class Namespace(_Memo):
 
         Raises `BadRequest`, naming `record` or the field of a namespace that is out of its bounds, for all other bytes.
         """
+        _require("record", record, bytes)
         if len(record) > MAX_RECORD_BYTES:
             raise BadRequest("record", f"{len(record)} bytes are more than {MAX_RECORD_BYTES}")
         try:
@@ -214,6 +239,16 @@ class Namespace(_Memo):
         yield self.positions.encode()
         yield self.codec.encode()
         yield self.salt
+
+
+def _check_layout(layout: KVLayout) -> None:
+    _require("Namespace.layout", layout, KVLayout)
+    _require("KVLayout.groups", layout.groups, tuple)
+    for group in layout.groups:
+        _require("KVLayout.groups", group, LayerGroup)
+        _require("LayerGroup.kind", group.kind, AttentionKind)
+    _require("KVLayout.dtype", layout.dtype, KVDtype)
+    _require("KVLayout.order", layout.order, PageOrder)
 
 
 def _decode(record: bytes) -> Namespace:

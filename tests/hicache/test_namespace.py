@@ -350,3 +350,63 @@ def _items(data: bytes) -> list[bytes]:
 
 def _u64(data: bytes) -> int:
     return int(struct.unpack("<Q", data)[0])
+
+
+WRONG_TYPES: Final[dict[str, list[Any]]] = {
+    "model": [None, b"m", 3],
+    "layout": [None, "layout", (1,)],
+    "tenant": [None, b"t"],
+    "tokenizer": [None],
+    "adapter": [0],
+    "adapter_generation": [1.0, "1", None, True],
+    "positions": [None, "rope"],
+    "num_ranks": [1.0, 1.5, None, True],
+    "pipeline_ranges": [None, [(0, 1)], ([0, 1],), ((0, 1, 2),), ((0.0, 1),), ((0,),), 3],
+    "codec": [3],
+    "salt": ["x", None, bytearray(b"x"), [1]],
+}
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Namespace)])
+def test_every_field_has_its_type(field: str) -> None:
+    for value in WRONG_TYPES[field]:
+        wrong: dict[str, Any] = {field: value}
+        with pytest.raises(BadRequest) as caught:
+            replace(BASE, **wrong)
+        assert caught.value.field == f"Namespace.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "layout"),
+    [
+        ("KVLayout.groups", {"groups": list(LAYOUT.groups)}),
+        ("KVLayout.dtype", {"dtype": "bfloat16"}),
+        ("KVLayout.order", {"order": "nhd"}),
+        ("LayerGroup.kind", {"groups": (LayerGroup("full", 1, 1, 8),)}),  # type: ignore[arg-type]  # on purpose
+    ],
+)
+def test_a_layout_has_its_types_before_it_is_part_of_an_identity(field: str, layout: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        replace(BASE, layout=replace(LAYOUT, **layout))
+    assert caught.value.field == field
+
+
+def test_a_position_base_is_the_float_that_is_encoded() -> None:
+    exact, near = PositionScheme(base=2.0**53), PositionScheme(base=2**53 + 1)
+    assert exact == near
+    assert replace(BASE, positions=exact).digest == replace(BASE, positions=near).digest
+    assert type(near.base) is float
+    for base in (10**400, None, "10000", True, 0, -1, float("nan"), float("inf")):
+        wrong: Any = base
+        with pytest.raises(BadRequest) as caught:
+            PositionScheme(base=wrong)
+        assert caught.value.field == "PositionScheme.base"
+    for keys in ("rotated", None):
+        with pytest.raises(BadRequest, match=r"PositionScheme\.keys"):
+            PositionScheme(keys=keys)  # type: ignore[arg-type]  # on purpose
+
+
+def test_records_are_bytes() -> None:
+    for record in (None, "x", bytearray(BASE.encode())):
+        with pytest.raises(BadRequest, match="record"):
+            Namespace.decode(record)  # type: ignore[arg-type]  # on purpose
