@@ -13,7 +13,7 @@ miss.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -158,7 +158,10 @@ def recover(
             lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
         )  # fmt: skip
         rows, digests = rows[kept], digests[kept]
-    gone = np.setdiff1d(recorded, rows["slot"].astype(np.int64))
+    is_gone = np.zeros(geometry.num_slots, np.bool_)
+    is_gone[recorded] = True
+    is_gone[rows["slot"]] = False
+    gone = np.flatnonzero(is_gone)
     generations[gone] += 1
     progress(total, total)
     return Recovered(
@@ -277,43 +280,56 @@ def connect(
     progress: Progress = lambda _done, _total: None,
 ) -> tuple[npt.NDArray[np.int64], list[RecoveredRun]]:
     """Which rows have a whole path to the root, and these as runs, parents before children."""
-    prefixes = list(_cut(rows["prefix"].tobytes(), DIGEST_BYTES))
-    tokens = list(_cut(np.ascontiguousarray(rows["tokens"]).tobytes(), rows.dtype["tokens"].itemsize))
-    roots = list(_cut(digests.tobytes(), DIGEST_BYTES))
+    prefixes = _cut(rows["prefix"].tobytes(), DIGEST_BYTES)
+    tokens = _cut(np.ascontiguousarray(rows["tokens"]).tobytes(), rows.dtype["tokens"].itemsize)
+    roots = _cut(digests.tobytes(), DIGEST_BYTES)
     chains: list[bytes] = []
     for start in range(0, len(prefixes), 1 << 14):
         progress(start, len(prefixes))
         stop = start + (1 << 14)
         chains += map(chain_digest, prefixes[start:stop], tokens[start:stop])
 
+    # Of two equal pages the first is kept; its place stands for both.
     by_chain = dict(zip(reversed(chains), range(len(chains) - 1, -1, -1)))
-    children: list[list[int]] = [[] for _ in chains]
-    tops = []
-    for place, (chain, prefix, root) in enumerate(zip(chains, prefixes, roots)):
-        if by_chain[chain] != place:
-            dropped["duplicate"] += 1
-        elif prefix == root:
-            tops.append(place)
-        elif (parent := by_chain.get(prefix)) is not None and roots[parent] == root:
-            children[parent].append(place)
+    parents = list(map(by_chain.get, prefixes))
+    is_kept = [by_chain[chain] == place for place, chain in enumerate(chains)]
+    dropped["duplicate"] += len(chains) - sum(is_kept)
+    children: dict[int, list[int]] = {}
+    heads = []
+    for place, (prefix, root, parent) in enumerate(zip(prefixes, roots, parents)):
+        if not is_kept[place]:
+            continue
+        if prefix == root:
+            heads.append(place)
+        elif parent is not None and roots[parent] == root:
+            children.setdefault(parent, []).append(place)
 
+    records = {number: record for number, (_, record) in namespaces.items()}
     numbers, slots = rows["namespace"].tolist(), rows["slot"].astype(np.int32)
     kept: list[int] = []
     runs: list[RecoveredRun] = []
-    waiting = tops[::-1]
+    waiting = heads[::-1]
     while waiting:
         first = last = waiting.pop()
-        run = [first]
-        while len(below := children[last]) == 1:
-            last = below[0]
-            run.append(last)
-        waiting.extend(reversed(below))
-        kept += run
-        record, its_tokens = namespaces[numbers[first]][1], b"".join([tokens[place] for place in run])
-        runs.append(RecoveredRun(record, prefixes[first], chains[last], its_tokens, slots[run]))
+        below = children.get(first)
+        if below is None:
+            kept.append(first)
+            run_tokens, run_slots = tokens[first], slots[first : first + 1]
+        else:
+            run = [first]
+            while below is not None and len(below) == 1:
+                last = below[0]
+                run.append(last)
+                below = children.get(last)
+            if below is not None:
+                waiting += reversed(below)
+            kept += run
+            run_tokens, run_slots = b"".join([tokens[place] for place in run]), slots[run]
+        runs.append(RecoveredRun(records[numbers[first]], prefixes[first], chains[last], run_tokens, run_slots))
     dropped["orphan"] += len(chains) - len(kept) - dropped["duplicate"]
     return np.array(kept, np.int64), runs
 
 
-def _cut(data: bytes, num_bytes: int) -> Iterator[bytes]:
-    return (data[start : start + num_bytes] for start in range(0, len(data), num_bytes))
+def _cut(data: bytes, num_bytes: int) -> list[bytes]:
+    """The bytes in pieces of one length."""
+    return [data[start : start + num_bytes] for start in range(0, len(data), num_bytes)]
