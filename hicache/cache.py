@@ -56,6 +56,8 @@ DRAIN_S: Final = 10.0
 PATIENCE_S: Final = 2.0
 """How long a tier is asked for room before it has none for now. A slower tier may hang: its copies go on, and what
 nobody needs is dropped instead."""
+FAILING_S: Final = 10.0
+"""How long a tier that failed a step is taken for one that may fail the next."""
 _SLOWER: Final = {DEVICE: HOST, HOST: NVME}
 OWN_TIERS: Final = (DEVICE, HOST, NVME)
 """Tiers a cache may have, fast to slow. The host tier is always there: every lane has it at one end."""
@@ -187,6 +189,7 @@ class Cache:
         self._stalled: Final[set[TierId]] = set()
         """Tiers that have worn out somebody's patience, until a move of theirs ends: nothing more is sent down to them
         meanwhile, as it would only keep its faster copy from leaving."""
+        self._failing_until: Final[dict[TierId, float]] = {}
         self._holders = 0
         """Who has pins that end soon: steps and promotions."""
         self._num_changes = 0
@@ -634,6 +637,15 @@ class Cache:
             self._free_slots(self.tree.unpin(pin))
         self._holders -= 1
         self._changed()
+
+    def report_failing(self, tier_id: TierId) -> None:
+        """A step could not read from a tier that does not say that its pages are gone: sequences that are opened within
+        `FAILING_S` do not count on what is there alone. Its pages stay: asking again later may work."""
+        self._failing_until[tier_id] = self.clock.monotonic() + FAILING_S
+
+    def is_failing(self, tier_id: TierId) -> bool:
+        """Whether a step could not read from the tier a moment ago."""
+        return self.clock.monotonic() < self._failing_until.get(tier_id, float("-inf"))
 
     def forget(self, node: Node, tier_id: TierId, first_page: int) -> None:
         """A tier cannot give a node's pages back from `first_page` on: they are not offered from there any more."""

@@ -178,7 +178,7 @@ class Sequence:
             except DeadlineExceeded:
                 arrived = False
             if cache.path(self._lease):
-                if not arrived:
+                if not arrived or cache.is_failing(NVME):
                     match = self._without_nvme(packed)
                 break
             # A page turned out to be damaged and was forgotten with everything below it; some of it may be there again,
@@ -465,7 +465,7 @@ class Sequence:
 
     def report_bad(self, tier_id: TierId, slot: int) -> None:
         """A step found that a page of the context cannot be read back from a tier: it is forgotten there. Not for a
-        device that fails (`Outcome.ERROR`): the page may be there, and asking again later may work.
+        device that fails (`Outcome.ERROR`), where the page may well be: see `Cache.report_failing`.
 
         If that was its last copy, the page and everything after it leave the cache, and this sequence cannot go on.
         """

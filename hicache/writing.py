@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import DeadlineExceeded, NoRoom, TierUnavailable
@@ -23,7 +24,18 @@ from hicache.movers import PageMove, Priority
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
-from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageRead, PageWrite, SupportsDurability, Tier
+from hicache.tier import (
+    DEVICE,
+    HOST,
+    NVME,
+    Outcome,
+    PageIdentity,
+    PageRead,
+    PageWrite,
+    Slots,
+    SupportsDurability,
+    Tier,
+)
 from hicache.tokens import pack_tokens
 
 if TYPE_CHECKING:
@@ -137,6 +149,7 @@ class Writer:
         # Kept while room is made: the parents have nothing below them in the tier yet, and would be the next to go.
         parents = tree.pin([node.parent for node in nodes if node.parent is not None], NVME)
         moving: list[Moving] = []
+        slots: Slots = np.empty(0, np.int32)
         try:
             slots = await cache.allocate_up_to(NVME, sum([node.num_pages for node in nodes]), deadline=deadline)
             # Looked at again, as others ran: a node may be split, joined, written or gone.
@@ -152,8 +165,8 @@ class Writer:
                 taken, slots = slots[: node.num_pages], slots[node.num_pages :]
                 source = HOST if node.residency(HOST) is Residency.RESIDENT else DEVICE
                 moving.append(cache.start_move(node, source, NVME, taken, Priority.WRITE_BACK))
-            cache.free({NVME: slots})
         finally:
+            cache.free({NVME: slots})
             cache.free(tree.unpin(parents))
         return moving
 

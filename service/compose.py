@@ -26,7 +26,7 @@ from torch import Tensor
 from hicache import sequence as core
 from hicache.cache import DRAIN_S, Cache, Coverage
 from hicache.clock import SystemClock
-from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded
+from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
@@ -476,6 +476,8 @@ class Step:
             self._core.abort(plan)
             if isinstance(error, CorruptPage):
                 self._core.report_bad(TierId(error.tier), error.slot)
+            elif isinstance(error, TierUnavailable | DeadlineExceeded) and NVME in [run.tier_id for run in plan.runs]:
+                self._core.cache.report_failing(NVME)
 
         with suppress(*([Closed] if error is not None else [])):
             self._cache._call(end())

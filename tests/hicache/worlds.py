@@ -193,8 +193,11 @@ class Request:
                 raise RuntimeError("the model failed")
         except BaseException as error:
             sequence.abort(plan)
-            if isinstance(error, UnreadablePage) and error.outcome is not Outcome.ERROR:
-                sequence.report_bad(error.tier_id, error.slot)
+            if isinstance(error, UnreadablePage):
+                if error.outcome is Outcome.ERROR:
+                    cache.report_failing(error.tier_id)
+                else:
+                    sequence.report_bad(error.tier_id, error.slot)
             raise
         sequence.commit(plan)
 

@@ -15,7 +15,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from hicache.errors import BadRequest, Closed, CorruptPage, NotResident
+from hicache.errors import BadRequest, Closed, CorruptPage, NotResident, TierUnavailable
 from hicache.namespace import Namespace
 from hicache.service.engines.transformers.forward import ForwardPass, current
 from hicache.tier import TierId
@@ -352,8 +352,9 @@ class Request:
         for _ in range(MAX_REOPENS):
             try:
                 return run()
-            except (CorruptPage, NotResident) as damage:
-                # Found by this pass, or by somebody else who shares the page: either way it is gone from the cache.
+            except (CorruptPage, NotResident, TierUnavailable) as damage:
+                # Found by this pass, or by somebody else who shares the page: it is gone from the cache, or on a device
+                # that fails, which the cache does not count on for a while.
                 _logger.warning("%s; recomputing from there on", damage)
                 self._sequence.close()
                 self._sequence = self.engine.cache.sequence(self._namespace, self._tokens, timeout_s=self._timeout_s)
