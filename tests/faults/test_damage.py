@@ -171,7 +171,7 @@ def test_undamaged_everything_is_served(stored: Stored, tmp_path: Path) -> None:
         assert served == [NUM_STORED]
 
 
-def test_damaged_directories_start_and_serve_nothing_wrong_fast(stored: Stored, tmp_path: Path) -> None:
+def test_c26_damaged_directories_start_and_serve_nothing_wrong_fast(stored: Stored, tmp_path: Path) -> None:
     served = damaged_starts(stored, tmp_path / "round", seeds(FAST))
     if len(served) > 1:
         assert len(set(served)) > 3, "damage that is never noticed, or never survived"
@@ -179,7 +179,7 @@ def test_damaged_directories_start_and_serve_nothing_wrong_fast(stored: Stored, 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("block", range(1, ALL // BLOCK + 1))
-def test_damaged_directories_start_and_serve_nothing_wrong(stored: Stored, tmp_path: Path, block: int) -> None:
+def test_c26_damaged_directories_start_and_serve_nothing_wrong(stored: Stored, tmp_path: Path, block: int) -> None:
     damaged_starts(stored, tmp_path / "round", seeds(BLOCK, block=block))
 
 

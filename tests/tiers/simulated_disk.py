@@ -199,6 +199,10 @@ class SimulatedDisk(FileIO):
         """Have that call fail, counted from 1 from now on. A call of a kind that cannot fail so goes well."""
         self._fail_at, self._fail = self.num_calls + call, fail
 
+    def never_fail(self) -> None:
+        """Every call goes well from here on, for all that `fail_at` and `rates` said."""
+        self._fail_at, self.rates = None, Rates()
+
     def kill(self) -> None:
         """What the end of a process does: its descriptors and locks are gone, and nothing else. The power is on, or on
         again as if it had not failed."""
