@@ -13,8 +13,10 @@ import pytest
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.service.compose import HiCache
 from hicache.tier import NVME
+from hicache.tiers.nvme import NvmeTier
 from hicache.writing import Flushed
 from tests.service.test_compose import LAYOUT, MODEL, PAGE, Model, assert_close, open_cache, prompt
+from tests.tiers.faulty_files import Fault, FaultyFiles
 
 OTHER = replace(MODEL, tenant="another")
 
@@ -161,3 +163,40 @@ def test_a_killed_process_loses_nothing_that_was_durable(tmp_path: Path) -> None
             # Beyond what was said there may be more; whatever it is, it is right.
             for document in [*durable][-3:]:
                 assert compute(cache, document, 100) >= PAGE
+
+
+def test_a_disk_that_fails_costs_hits_and_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = FaultyFiles(counts=lambda name: name == "preadv")
+    opening = NvmeTier.open
+    monkeypatch.setattr(NvmeTier, "open", lambda directory, **options: opening(directory, files=files, **options))
+    with open_cache(tmp_path) as cache:
+        for document in range(7):
+            compute(cache, document, 150)
+        assert cache.match(MODEL, prompt(0, 150)).by_tier == {NVME: 144}
+        files.arm(Fault.EIO, 1, lasting=True)
+        assert compute(cache, 0, 150) == 0
+        assert cache.stats()["counters"]["corrupt_pages"] == {}
+        files.heal()
+        assert cache.match(MODEL, prompt(1, 150)).by_tier == {NVME: 144}
+        assert compute(cache, 1, 150) == 144
+
+
+def test_a_disk_that_fails_under_a_step_fails_the_step_and_takes_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context streams from NVMe, as nothing else can hold it."""
+    files = FaultyFiles(counts=lambda name: name == "preadv")
+    opening = NvmeTier.open
+    monkeypatch.setattr(NvmeTier, "open", lambda directory, **options: opening(directory, files=files, **options))
+    tokens, model = [*prompt(3, 800), 1], Model()
+    with open_cache(tmp_path, device_pages=8, host_pages=12) as cache:
+        compute(cache, 3, 800)
+        with cache.sequence(MODEL, tokens) as sequence:
+            files.arm(Fault.EIO, 1, lasting=True)
+            with pytest.raises(TierUnavailable, match="could not be read"):
+                model.run(sequence, tokens)
+            with cache.sequence(MODEL, tokens) as again:
+                assert again.num_cached < 800
+            files.heal()
+            assert_close(model.run(sequence, tokens), model.expected(tokens, 1))
+        assert cache.stats()["counters"]["corrupt_pages"] == {}
