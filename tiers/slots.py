@@ -86,9 +86,9 @@ class SlotPool:
             raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
         return int(self._generation[slot])
 
-    def generations(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Generations of the slots from `start` to before `stop`, copied."""
-        return self._generation[start:stop].copy()
+    def generations(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How often each of the slots has been freed."""
+        return self._generation[slots]
 
     def is_allocated(self, slot: int) -> bool:
         """Whether `slot` is handed out now. Raises `BadRequest` for a slot that does not exist."""

@@ -20,7 +20,7 @@ from hicache.tiers.nvme.budget import WriteBudget
 from hicache.tiers.nvme.directory import overhead_bytes
 from hicache.tiers.nvme.geometry import Geometry
 from hicache.tiers.nvme.io import FileIO
-from hicache.tiers.nvme.records import STEP_SLOTS
+from hicache.tiers.nvme.records import MAX_STEP_SLOTS
 from tests.stamps import identity_chain
 from tests.tiers.contract import expect_miss, expect_page, run, store
 from tests.tiers.faulty_files import Fault, FaultyFiles, HeldFiles
@@ -320,7 +320,7 @@ def test_records_of_namespaces_have_bounds(tmp_path: Path) -> None:
 
 
 def test_many_pages_come_back_from_a_checkpoint_of_several_steps(tmp_path: Path) -> None:
-    identities = identity_chain(2 * STEP_SLOTS + 5)
+    identities = identity_chain(2 * MAX_STEP_SLOTS + 5)
 
     async def main() -> None:
         options: dict[str, Any] = {"directory": tmp_path / "store", "slots_per_segment": 1000}
@@ -337,7 +337,7 @@ def test_many_pages_come_back_from_a_checkpoint_of_several_steps(tmp_path: Path)
             ) as tier:
                 found = pages_of(tier.recovered())
                 assert len(found) == len(identities)
-                for place in (0, STEP_SLOTS, len(identities) - 1):
+                for place in (0, MAX_STEP_SLOTS, len(identities) - 1):
                     identity = identities[place]
                     await expect_page(tier, found[identity.prefix, identity.tokens], identity)
             assert [done for done, _ in calls] == sorted(done for done, _ in calls)

@@ -27,10 +27,10 @@ Only the event loop changes anything here; the thread gets bytes to write.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -38,18 +38,19 @@ import numpy.typing as npt
 
 from hicache.clock import Clock
 from hicache.errors import BadRequest, DeadlineExceeded, TierUnavailable
+from hicache.tiers.nvme.commit_jobs import Closing, Round, Step
 from hicache.tiers.nvme.filling import StoreDirectory
 from hicache.tiers.nvme.health import Health, Kind
 from hicache.tiers.nvme.index import NOTHING, Index
-from hicache.tiers.nvme.io import FileIO, Scratch, sync_data
+from hicache.tiers.nvme.io import FileIO
 from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.log import LogFile
 from hicache.tiers.nvme.namespaces import Namespaces
+from hicache.tiers.nvme.promises import Promises
 from hicache.tiers.nvme.records import (
     FREED_DTYPE,
     HEAD_BYTES,
     Record,
-    RecordType,
     budget_record,
     checkpoint_bytes,
     chunks,
@@ -70,15 +71,6 @@ RETRY_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
 Numbers = npt.NDArray[np.int64]
-
-
-@dataclass
-class _Lost:
-    """Changes that a failed flush took: from the first that was lost to the last accepted when that was known."""
-
-    first: int
-    last: int
-    reason: str
 
 
 @dataclass
@@ -110,8 +102,7 @@ class Commits:
     ) -> None:
         recovered = directory.recovered
         geometry = directory.geometry
-        self.accepted = recovered.sequence
-        self.durable = recovered.sequence
+        self.promises = Promises(tier_id, recovered.sequence)
         self.problem: str | None = None
         """Why the log cannot be written at present; None when it can."""
         self.num_lost = 0
@@ -147,8 +138,6 @@ class Commits:
         """Generation of the page in the slot, if that is durable."""
         self._sync_failures = [0] * geometry.num_segments
         self._unsynced_bytes = 0
-        self._lost: list[_Lost] = []
-        self._waiting: list[tuple[int, bool, asyncio.Future[None]]] = []
         self._active: LogFile | None = None
         self._is_full = False
         """Whether the active log has no room for another round."""
@@ -168,13 +157,22 @@ class Commits:
             self.changed(slot)
         self._is_changed = bool(self._dirty)
 
+    @property
+    def accepted(self) -> int:
+        """The last change that was accepted."""
+        return self.promises.accepted
+
+    @property
+    def durable(self) -> int:
+        """Every change up to here is durable, or lost."""
+        return self.promises.durable
+
     # ---- changes, as the tier tells of them
 
     def changed(self, slot: int) -> None:
         """A slot got a page, whole in the index, or lost one."""
-        self.accepted += 1
         self._dirty.pop(slot, None)
-        self._dirty[slot] = self.accepted
+        self._dirty[slot] = self.promises.accept()
         self._committed[slot] = NOTHING
         self._is_changed = True
 
@@ -214,39 +212,9 @@ class Commits:
     async def reach(self, number: int, *, is_frees_only: bool = False) -> None:
         """Wait until everything up to `number` is durable. Raises `TierUnavailable` when it cannot be made so: a flush
         took it, or the log cannot be written at present. That slots were freed is never lost (`is_frees_only`)."""
-        if not is_frees_only and (lost := self._loss_of(number)) is not None:
-            raise TierUnavailable(self._tier_id, lost.reason)
-        if self.durable >= number:
-            return
-        if self._is_ended:
+        if self._is_ended and self.durable < number:
             raise TierUnavailable(self._tier_id, "closed")
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((number, is_frees_only, future))
-        self.schedule()
-        await future
-
-    def _loss_of(self, number: int) -> _Lost | None:
-        return next((each for each in self._lost if each.first <= number <= each.last), None)
-
-    def _settle_waiting(self) -> None:
-        still = []
-        for number, is_frees_only, future in self._waiting:
-            if future.done():
-                continue
-            lost = None if is_frees_only else self._loss_of(number)
-            if lost is not None:
-                future.set_exception(TierUnavailable(self._tier_id, lost.reason))
-            elif number <= self.durable:
-                future.set_result(None)
-            else:
-                still.append((number, is_frees_only, future))
-        self._waiting = still
-
-    def _fail_waiting(self, reason: str) -> None:
-        waiting, self._waiting = self._waiting, []
-        for *_, future in waiting:
-            if not future.done():
-                future.set_exception(TierUnavailable(self._tier_id, reason))
+        await self.promises.reach(number, self.schedule, is_frees_only=is_frees_only)
 
     # ---- when what is done
 
@@ -281,13 +249,13 @@ class Commits:
         return bool(self._dirty) or self._fresh is not None
 
     def _is_urgent(self) -> bool:
-        return bool(self._waiting) or self._fresh is not None or self._unsynced_bytes >= MAX_UNSYNCED_BYTES
+        return self.promises.is_awaited or self._fresh is not None or self._unsynced_bytes >= MAX_UNSYNCED_BYTES
 
     def _begin_step(self) -> None:
         self._is_busy = True
         self._lanes.submit(self._next_step())
 
-    def _next_step(self) -> "_Round | _Step":
+    def _next_step(self) -> Round | Step:
         """A round if there is something to commit and room for it, else the next part of a fresh log."""
         if self._active is None or self._journal_bytes() > self._journal_room // 2:
             self._want_fresh()
@@ -304,7 +272,7 @@ class Commits:
         if self._active is None:
             return False
         # A round's namespaces are the only part that is not bounded beforehand.
-        numbers = self._index.namespace_numbers(np.fromiter(self._dirty, np.int64, len(self._dirty)))
+        numbers = self._index.namespace_numbers(self._first_dirty())
         records = self._namespaces.records(numbers)
         needed = self._round_bytes + 4096 + sum(record.num_bytes for record in records.values())
         self._is_full = self._active.room < needed
@@ -313,15 +281,20 @@ class Commits:
             return False
         return self._fresh is None or self._fresh.log.room - self._fresh.left_bytes >= needed
 
+    def _first_dirty(self) -> Numbers:
+        """As many of the slots with a change, the earliest first, as a round can take at most."""
+        return np.fromiter(islice(self._dirty, self._round_bytes // FREED_DTYPE.itemsize + 1), np.int64)
+
     # ---- a round
 
-    def _make_round(self) -> "_Round":
+    def _make_round(self) -> Round:
         taken: list[int] = []
         num_bytes = 0
-        generations = self._index.generations(np.fromiter(self._dirty, np.int64, len(self._dirty)))
-        for slot, generation in zip(self._dirty, generations.tolist()):
-            # A frame's head for each, should every page lie in a segment of its own.
-            num_bytes += HEAD_BYTES + 8 + (self._row_bytes if generation != NOTHING else FREED_DTYPE.itemsize)
+        first = self._first_dirty()
+        generations = self._index.generations(first)
+        for slot, generation in zip(first.tolist(), generations.tolist()):
+            # A frame's head for each page, should every one lie in a segment of its own.
+            num_bytes += HEAD_BYTES + 8 + self._row_bytes if generation != NOTHING else FREED_DTYPE.itemsize
             if num_bytes > self._round_bytes and taken:
                 break
             taken.append(slot)
@@ -334,7 +307,7 @@ class Commits:
         self._unsynced_bytes = max(0, self._unsynced_bytes - int(pages.size) * self._geometry.shape.slot_bytes)
         common: list[Record] = []
         if emptied.size:
-            common += freed_records(emptied, self._pool.generations(0, self._geometry.num_slots)[emptied])
+            common += freed_records(emptied, self._pool.generations(emptied))
         if self.budget_level is not None:
             common.append(budget_record(self.budget_level))
         by_segment: dict[int, list[Record]] = {}
@@ -342,9 +315,23 @@ class Commits:
         for ordinal in np.unique(ordinals).tolist():
             by_segment[ordinal] = pages_records(self._index.rows(pages[ordinals == ordinal]))
         namespaces = self._namespaces.records(self._index.namespace_numbers(pages).tolist())
-        return _Round(self, through, pages, emptied, common, namespaces, by_segment)
+        fresh = self._fresh.log if self._fresh is not None and self._fresh.log.position else None
+        assert self._active is not None, "a round without a log"
+        return Round(
+            self._files,
+            {ordinal: self._directory.segments[ordinal].fd for ordinal in by_segment},
+            self._active,
+            fresh,
+            through=through,
+            pages=pages,
+            emptied=emptied,
+            common=common,
+            namespaces=namespaces,
+            by_segment=by_segment,
+            landed=self._round_landed,
+        )
 
-    def _round_landed(self, round_: "_Round") -> None:
+    def _round_landed(self, round_: Round) -> None:
         self._is_busy = False
         self.num_rounds += 1
         for ordinal, error in round_.failed_segments.items():
@@ -360,10 +347,9 @@ class Commits:
             pages = np.setdiff1d(round_.pages, changed)
             self._committed[pages] = self._index.generations(pages)
             self._recorded[np.setdiff1d(round_.emptied, changed)] = False
-            self.durable = max(self.durable, round_.through)
+            self.promises.keep(round_.through)
         if round_.fresh_error is not None:
             self._drop_fresh(round_.fresh_error)
-        self._settle_waiting()
         self.schedule()
 
     def _lose(self, ordinal: int, error: OSError) -> None:
@@ -378,10 +364,7 @@ class Commits:
             self.num_lost += 1
             first = number if first is None else min(first, number)
         if first is not None:
-            self._lost.append(_Lost(first, self.accepted, reason))
-            if len(self._lost) > 256:
-                oldest, second = self._lost[:2]
-                self._lost[:2] = [_Lost(oldest.first, second.last, second.reason)]
+            self.promises.lose(first, reason)
         _log.error("%s: %s; pages that were not durable there are lost", self._directory.path, reason)
 
     def _abandon(self, error: OSError) -> None:
@@ -398,10 +381,10 @@ class Commits:
         which = 1 - self._current if self._current is not None else 0
         self._last_number += 1
         left = checkpoint_bytes(self._geometry)
-        self._fresh = _Fresh(self._directory.logs[which], chunks(self._geometry.num_slots), left)
+        self._fresh = _Fresh(self._directory.logs[which], chunks(self._geometry), left)
         self._fresh.log.position = 0
 
-    def _make_step(self, fresh: _Fresh) -> "_Step":
+    def _make_step(self, fresh: _Fresh) -> Step:
         if fresh.log.position == 0:
             in_use = self._index.namespaces_in_use()
             self._namespaces.forget_numbers(set(in_use))
@@ -409,10 +392,10 @@ class Commits:
             beginning = list(namespaces.values())
             if self.budget_level is not None:
                 beginning.append(budget_record(self.budget_level))
-            return _Step(self, fresh.log, beginning, begin=self._last_number, namespaces=set(namespaces))
+            return self._step(fresh, beginning, begin=self._last_number, namespaces=frozenset(namespaces))
         for start, stop in fresh.chunks:
             slots = np.arange(start, stop)
-            generations = self._pool.generations(start, stop)
+            generations = self._pool.generations(slots)
             committed = self._committed[start:stop]
             held = (committed != NOTHING) & (committed == self._index.generations(slots))
             emptied = ~held & (generations > 0)
@@ -421,11 +404,32 @@ class Commits:
                 records += freed_records(slots[emptied], generations[emptied])
             fresh.left_bytes -= sum(record.num_bytes for record in records)
             if records:
-                return _Step(self, fresh.log, records)
+                return self._step(fresh, records)
         retired = self._directory.logs[self._current] if self._current is not None else None
-        return _Step(self, fresh.log, [], end=True, retired=retired)
+        return self._step(fresh, [], is_end=True, retired=retired)
 
-    def _step_landed(self, step: "_Step") -> None:
+    def _step(
+        self,
+        fresh: _Fresh,
+        records: Sequence[Record],
+        *,
+        begin: int | None = None,
+        namespaces: frozenset[int] = frozenset(),
+        is_end: bool = False,
+        retired: LogFile | None = None,
+    ) -> Step:
+        return Step(
+            fresh.log,
+            records,
+            self.durable,
+            begin=begin,
+            namespaces=namespaces,
+            is_end=is_end,
+            retired=retired,
+            landed=self._step_landed,
+        )
+
+    def _step_landed(self, step: Step) -> None:
         self._is_busy = False
         assert self._fresh is not None, "a step of no log"
         if step.error is not None:
@@ -448,7 +452,7 @@ class Commits:
         _log.error("%s: %s", self._directory.path, reason)
         if self._active is None or self._is_full:
             self.problem = reason
-            self._fail_waiting(reason)
+            self.promises.fail(reason)
 
     # ---- the end, and the beginning
 
@@ -485,7 +489,7 @@ class Commits:
             self._timer.cancel()
             self._timer = None
         if self._active is not None and self._is_changed and not self._dirty:
-            closing = _Closing(self._active, self.accepted)
+            closing = Closing(self._active, self.accepted)
             self._lanes.submit(closing)
             await closing.done()
 
@@ -495,144 +499,4 @@ class Commits:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._fail_waiting("closed before everything was durable")
-
-
-class _Round:
-    """Steps 1 to 3 of the module's docstring."""
-
-    def __init__(
-        self,
-        commits: Commits,
-        through: int,
-        pages: Numbers,
-        emptied: Numbers,
-        common: Sequence[Record],
-        namespaces: dict[int, Record],
-        by_segment: dict[int, list[Record]],
-    ) -> None:
-        self.through = through
-        """The last change in the round."""
-        self.pages = pages
-        """Slots that hold pages, as the round records them."""
-        self.emptied = emptied
-        """Slots that hold none."""
-        self.failed_segments: dict[int, OSError] = {}
-        self.log_error: OSError | None = None
-        self.fresh_error: OSError | None = None
-        self._commits = commits
-        self._common = common
-        self._namespaces = namespaces
-        self._by_segment = by_segment
-        self._active = commits._active
-        self._fresh = commits._fresh.log if commits._fresh is not None and commits._fresh.log.position else None
-
-    def run(self, scratch: Scratch) -> None:
-        commits = self._commits
-        assert self._active is not None
-        for ordinal in self._by_segment:
-            try:
-                sync_data(commits._files, commits._directory.segments[ordinal].fd)
-            except OSError as error:
-                self.failed_segments[ordinal] = error
-        try:
-            self._append(self._active)
-            self._active.sync()
-        except OSError as error:
-            self.log_error = error
-            return
-        if self._fresh is not None:
-            try:
-                self._append(self._fresh)
-            except OSError as error:
-                self.fresh_error = error
-
-    def _append(self, log: LogFile) -> None:
-        missing = {number: record for number, record in self._namespaces.items() if number not in log.namespaces}
-        pages = [
-            record
-            for ordinal, records in self._by_segment.items()
-            if ordinal not in self.failed_segments
-            for record in records
-        ]
-        log.append([*missing.values(), *self._common, *pages], self.through)
-        log.namespaces.update(missing)
-
-    def land(self, error: Exception | None) -> None:
-        if error is not None:
-            self.log_error = OSError(0, str(error))
-        self._commits._round_landed(self)
-
-
-class _Step:
-    """One part of a fresh log."""
-
-    def __init__(
-        self,
-        commits: Commits,
-        log: LogFile,
-        records: Sequence[Record],
-        *,
-        begin: int | None = None,
-        namespaces: set[int] | None = None,
-        end: bool = False,
-        retired: LogFile | None = None,
-    ) -> None:
-        self.is_end = end
-        self.error: OSError | None = None
-        self._commits = commits
-        self._log = log
-        self._records = records
-        self._begin = begin
-        self._namespaces = namespaces or set()
-        self._retired = retired
-        self._sequence = commits.durable
-
-    def run(self, scratch: Scratch | None) -> None:
-        try:
-            if self._begin is not None:
-                self._log.begin(self._begin)
-            self._log.append(self._records, self._sequence)
-            self._log.namespaces |= self._namespaces
-            if self.is_end:
-                self._log.end_checkpoint(self._sequence)
-        except OSError as error:
-            self.error = error
-            with contextlib.suppress(OSError):
-                # What is not on the medium must not look whole to the next process either.
-                self._log.retire()
-            return
-        if self._retired is not None:
-            try:
-                self._retired.retire()
-            except OSError as error:
-                # The fresh log counts all the same: it has the higher number.
-                _log.warning("the header of an old log could not be overwritten: %s", error.strerror)
-
-    def land(self, error: Exception | None) -> None:
-        if error is not None:
-            self.error = OSError(0, str(error))
-        self._commits._step_landed(self)
-
-
-@dataclass
-class _Closing:
-    """The last record of a log."""
-
-    log: LogFile
-    sequence: int
-    _future: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def run(self, scratch: Scratch) -> None:
-        try:
-            self.log.append([Record(RecordType.CLEAN, b"")], self.sequence)
-            self.log.sync()
-        except OSError as error:
-            _log.warning("the mark of a clean stop could not be written: %s", error.strerror)
-
-    def land(self, error: Exception | None) -> None:
-        if not self._future.done():
-            self._future.set_result(None)
-
-    async def done(self) -> None:
-        await self._future
+        self.promises.fail("closed before everything was durable")

@@ -29,6 +29,8 @@ EPOCH_BYTES: Final = 16
 LOG_HEADER_BYTES: Final = BLOCK
 MAX_BODY_BYTES: Final = 1 << 20
 """Longest body of a frame."""
+MAX_STEP_SLOTS: Final = 4096
+"""Most slots that one step of a checkpoint looks at."""
 
 Rows = npt.NDArray[np.void]
 """Pages as the index keeps them, one `row_dtype` each."""
@@ -73,11 +75,6 @@ def row_dtype(shape: PageShape) -> np.dtype[np.void]:
         ("tokens", "<i4", (shape.page_size,)),
         ("words", "<u4", (shape.num_words,)),
     ])  # fmt: skip
-
-
-def rows_per_record(shape: PageShape) -> int:
-    """Most pages in one record."""
-    return MAX_BODY_BYTES // row_dtype(shape).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +220,15 @@ def decode_log_header(block: memoryview) -> LogHeader | None:
 # ---- how much room logs need
 
 
+def step_slots(shape: PageShape) -> int:
+    """Slots that one step of a checkpoint looks at: one record's worth."""
+    return min(MAX_STEP_SLOTS, MAX_BODY_BYTES // row_dtype(shape).itemsize)
+
+
 def checkpoint_bytes(geometry: Geometry) -> int:
     """Most bytes of a whole index in a log, namespaces' records left aside."""
     row = row_dtype(geometry.shape).itemsize
-    records = -(-geometry.num_slots // rows_per_record(geometry.shape)) + 2 * -(-geometry.num_slots // STEP_SLOTS) + 4
+    records = 2 * -(-geometry.num_slots // step_slots(geometry.shape)) + 4
     return geometry.num_slots * max(row, FREED_DTYPE.itemsize) + records * (HEAD_BYTES + 8)
 
 
@@ -251,11 +253,8 @@ def log_bytes(geometry: Geometry) -> int:
     return -(-total // BLOCK) * BLOCK
 
 
-STEP_SLOTS: Final = 4096
-"""Slots that one step of a checkpoint looks at."""
-
-
-def chunks(num_slots: int) -> Iterator[tuple[int, int]]:
+def chunks(geometry: Geometry) -> Iterator[tuple[int, int]]:
     """Half-open ranges of slots, one a step of a checkpoint."""
-    for start in range(0, num_slots, STEP_SLOTS):
-        yield start, min(num_slots, start + STEP_SLOTS)
+    step = step_slots(geometry.shape)
+    for start in range(0, geometry.num_slots, step):
+        yield start, min(geometry.num_slots, start + step)
