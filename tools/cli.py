@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "demo": "answer questions over documents with a real model, and show what the cache does and saves",
     "tree": "show the cached prefixes of a saved snapshot: where they are, bytes, recency, leases",
     "stats": "show tiers, lanes and counters of a saved snapshot",
+    "doctor": "say what lies in the directory of an NVMe tier, and what is damaged",
     "bench": "measure a part of hicache beside baselines of the same run",
 }
 """Name and summary of each command, in the order in which help lists them."""
