@@ -173,14 +173,14 @@ def group_maxima(values: npt.NDArray[np.float64], token_axis: int) -> npt.NDArra
         maxima[0] = values[0].max(axis=2, keepdims=True)
         return maxima
     keys = np.moveaxis(values[0], token_axis - 1, 0)
-    for start in range(0, tokens, 64):
-        largest = keys[start : start + 64].max(axis=0, keepdims=True)
-        np.moveaxis(maxima[0], token_axis - 1, 0)[start : start + 64] = largest
+    for start in range(0, tokens, 32):
+        largest = keys[start : start + 32].max(axis=0, keepdims=True)
+        np.moveaxis(maxima[0], token_axis - 1, 0)[start : start + 32] = largest
     return maxima
 
 
 def test_int8_nearly_halves_real_kv_and_hardly_changes_it() -> None:
-    for page_size, ratio in ((16, 1.72), (64, 1.88)):
+    for page_size, ratio in ((16, 1.72), (64, 1.82)):
         layout, codec = real_layout(page_size), codec_of("int8", real_layout(page_size))
         assert codec.exact_bytes is not None
         assert layout.page_bytes / codec.exact_bytes >= ratio
@@ -192,7 +192,7 @@ def test_int8_nearly_halves_real_kv_and_hardly_changes_it() -> None:
                 assert back is not None
                 right = floats(page[layer], KVDtype.BFLOAT16)
                 got = floats(np.frombuffer(back, np.uint16).reshape(right.shape), KVDtype.BFLOAT16)
-                assert np.sqrt(((right - got) ** 2).mean() / (right**2).mean()) < 0.006
+                assert np.sqrt(((right - got) ** 2).mean() / (right**2).mean()) < 0.005
 
 
 @pytest.mark.parametrize("dtype", [KVDtype.BFLOAT16, KVDtype.FLOAT16, KVDtype.FLOAT32])
@@ -203,8 +203,10 @@ def test_int8_refuses_what_it_cannot_represent(dtype: KVDtype, bad: float | str,
     values = np.ones((2, 16, 3, 64))
     data = as_dtype(values, dtype)
     assert encoded(codec, 0, data) is not None
-    values[plane, 5, 1, 7] = LIMIT[dtype] * 1.02 if bad == "beyond" else float(bad)
-    assert encoded(codec, 0, as_dtype(values, dtype)) is None
+    values[plane, 5, 1, 7] = np.float64(LIMIT[dtype]) * 1.02 if bad == "beyond" else float(bad)
+    with np.errstate(over="ignore"):  # beyond the largest float16 is infinity
+        data = as_dtype(values, dtype)
+    assert encoded(codec, 0, data) is None
 
 
 def test_int8_survives_the_smallest_and_the_largest() -> None:

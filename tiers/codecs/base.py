@@ -11,8 +11,8 @@ from hicache.errors import BadRequest
 from hicache.layout import AttentionKind, KVDtype, KVLayout, PageOrder
 
 MAX_RUN_ELEMENTS: Final = 48 << 10
-"""Elements that are worked on at once. Small layers share the cost of calls (a quarter faster than one by one), and what
-is computed on the way fits a core's cache and is not asked of the system anew each time (twice as fast as pages of
+"""Elements that are worked on at once. Small layers share the cost of calls (a quarter faster than one by one), and
+what is computed on the way fits a core's cache and is not asked of the system anew each time (twice as fast as pages of
 megabytes at once)."""
 
 Ends = Sequence[int]

@@ -1,24 +1,25 @@
 """`int8`: near-lossless, half the bytes of a 16-bit dtype. Opt-in, and part of the namespace (`Namespace.codec`).
 
-Every element becomes its group's centre plus an int8 times the group's step. Keys are grouped by channel, because some
-channels are far larger than others, or far from zero, at all tokens: one group is one element of one head over up to 64
-tokens. Values, the keys of pages with fewer than 16 tokens, and everything that is neither (latent, recurrent) are
-grouped by token: one group is one head of one token.
+Of every group the smallest and the largest element are kept as they are; each element is one of 255 equal steps
+between them. Keys are grouped by channel, because some channels are far larger than others, or far from zero, at all
+tokens: one group is one element of one head over up to 32 tokens. Values, the keys of pages with fewer than 16 tokens,
+and everything that is neither (latent, recurrent) are grouped by token: one group is one head of one token. The ends
+are exact because attention leans on outliers: a first token's keys, say, to which most queries attend.
 
-    frame := (keys of a run of up to 64 tokens)*  rest          `rest`: what is grouped by token
-    each  := u16[groups]:centres  u16[groups]:steps  i8[elements]
+    frame := (keys of a run of up to 32 tokens)*  rest          `rest`: what is grouped by token
+    each  := smallest[groups]  largest[groups]  u8[elements]
 
-Centres and steps are bfloat16, elements in the layer's order; the length follows from the layout. With *m* the largest
-magnitude in an element's group and *d* the difference between the group's largest and smallest element, what comes back
-differs from what was stored by at most `PER_DIFFERENCE * d + PER_MAGNITUDE[dtype] * m`, rounding to the dtype included
-(of float16, half its smallest step, 2**-25, comes on top), or by `TINY` where that is more. A layer with a NaN, an
-infinity or a magnitude above `LIMIT[dtype]` cannot be represented: `encode` says that it does not fit.
+Smallest and largest have the page's dtype, elements are in the layer's order; the length follows from the layout. With
+*m* the largest magnitude in an element's group and *d* the difference between its largest and its smallest element,
+what comes back differs from what was stored by at most `PER_DIFFERENCE * d + PER_MAGNITUDE[dtype] * m`, rounding to the
+dtype included (of float16, half its smallest step, 2**-25, comes on top), or by `TINY` where that is more. A layer with
+a NaN, an infinity or a magnitude above `LIMIT[dtype]` cannot be represented: `encode` says that it does not fit.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,23 +28,27 @@ from hicache.errors import BadRequest
 from hicache.layout import KVDtype
 from hicache.tiers.codecs.base import Ends, LayerForm, Layers, Run
 
-CHANNEL_TOKENS_MAX: Final = 64
-"""Tokens that share one scale of a key channel."""
+CHANNEL_TOKENS_MAX: Final = 32
+"""Tokens that share one step of a key channel."""
 CHANNEL_TOKENS_MIN: Final = 16
-"""Below, a scale for each channel would cost more than it saves."""
+"""Below, a step for each channel would cost more than it saves."""
 TINY: Final = 2.0**-100
-"""Groups whose elements differ from their centre by less come back as that centre."""
-PER_DIFFERENCE: Final = 1 / 500
-"""Half a step of 1/254 of the difference, a step being rounded to 8 bits."""
-PER_MAGNITUDE: Final = {KVDtype.BFLOAT16: 1 / 250, KVDtype.FLOAT16: 1 / 1_900, KVDtype.FLOAT32: 1 / 60_000}
-"""Half a unit in the last place of the dtype, and what a rounded centre adds to a step."""
-LIMIT: Final = {KVDtype.BFLOAT16: 2.0**126, KVDtype.FLOAT16: 64_000.0, KVDtype.FLOAT32: 2.0**126}
-"""Above, a decoded element could overflow."""
-_DECODED_LIMIT: Final = {dtype: np.float32(limit * 1.02) for dtype, limit in LIMIT.items()}
-"""No centre with 128 steps that `encode` writes is beyond, and every dtype reaches further."""
+"""Groups whose elements differ by less come back as their smallest."""
+STEPS: Final = np.float32(255)
+PER_DIFFERENCE: Final = 1 / 509
+"""Half a step."""
+PER_MAGNITUDE: Final = {KVDtype.BFLOAT16: 1 / 255, KVDtype.FLOAT16: 1 / 2_040, KVDtype.FLOAT32: 1 / 2_000_000}
+"""Half a unit in the last place of the dtype, and rounding on the way."""
+LIMIT: Final = {KVDtype.BFLOAT16: 2.0**126, KVDtype.FLOAT16: 65_504.0, KVDtype.FLOAT32: 2.0**126}
+"""Above, the difference of two elements could overflow."""
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+
+_BITS: Final[dict[KVDtype, np.dtype[Any]]] = {
+    KVDtype.BFLOAT16: np.dtype("<u2"), KVDtype.FLOAT16: np.dtype("<f2"), KVDtype.FLOAT32: np.dtype("<f4"),
+}  # fmt: skip
+"""How numpy holds the elements of a page; bfloat16 as its bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,9 @@ class _Block:
     """Where in `[layers, *form.shape]`."""
     shape: tuple[int, ...]
     axis: int
-    """The axis along which elements share a centre and a step."""
+    """The axis along which the elements of a group lie."""
+    itemsize: int
+    """Bytes of the smallest or largest element of a group."""
 
     @property
     def groups_shape(self) -> tuple[int, ...]:
@@ -66,7 +73,7 @@ class _Block:
 
     @property
     def num_bytes(self) -> int:
-        return 4 * self.num_groups + math.prod(self.shape)
+        return 2 * self.num_groups * self.itemsize + math.prod(self.shape)
 
 
 class Int8:
@@ -117,7 +124,7 @@ class Int8:
     def _encode(self, data: memoryview, run: Run, frames: Bytes) -> bool:
         """Layers of one form into their frames, `[layers, frame_bytes]`."""
         dtype = run.form.dtype
-        elements = _load(data, run)
+        elements = _from_bits(np.frombuffer(data, _BITS[dtype]), dtype).reshape(run.num_layers, *run.form.shape)
         start = 0
         for block in self._blocks[run.form]:
             part, axis = elements[block.at], 1 + block.axis
@@ -126,17 +133,14 @@ class Int8:
             # A NaN is the largest and the smallest of whatever it is among, and compares as false.
             if not (largest.max() <= LIMIT[dtype] and smallest.min() >= -LIMIT[dtype]):
                 return False
-            centres = _to_bfloat16((largest + smallest) * np.float32(0.5))
-            middle = _from_bfloat16(centres)
-            reach = np.maximum(largest - middle, middle - smallest)
-            steps = _to_bfloat16(reach * (reach >= TINY) * np.float32(1 / 127))
-            size = _from_bfloat16(steps)
-            inverse = np.divide(np.float32(1), size, out=np.zeros_like(size), where=size > 0)
-            # A step may have been rounded down, but not so far that a quotient reaches 127.5.
-            scaled = part - middle
+            difference = largest - smallest
+            inverse = np.divide(STEPS, difference, out=np.zeros_like(difference), where=difference >= TINY)
+            scaled = part - smallest
             scaled *= inverse
             np.rint(scaled, out=scaled)
-            for numbers in (centres.astype("<u2", copy=False), steps.astype("<u2", copy=False), scaled.astype(np.int8)):
+            # Above the last step by rounding alone.
+            np.minimum(scaled, STEPS, out=scaled)
+            for numbers in (_to_bits(smallest, dtype), _to_bits(largest, dtype), scaled.astype(np.uint8)):
                 rows = numbers.reshape(run.num_layers, -1).view(np.uint8)
                 frames[:, start : start + rows.shape[1]] = rows
                 start += rows.shape[1]
@@ -160,23 +164,25 @@ class Int8:
         return True
 
     def _decode(self, frames: Bytes, run: Run, into: memoryview) -> bool:
+        dtype = run.form.dtype
         elements = np.empty((run.num_layers, *run.form.shape), np.float32)
         start = 0
         for block in self._blocks[run.form]:
-            elements_at = start + 4 * block.num_groups
-            groups = np.ascontiguousarray(frames[:, start:elements_at]).view("<u2")
-            middle, size = _from_bfloat16(groups.reshape(run.num_layers, 2, *block.groups_shape).swapaxes(0, 1))
-            # Neither NaN nor so large that an element overflows.
-            with np.errstate(invalid="ignore", over="ignore"):
-                good = (size >= 0) & (np.abs(middle) + size * np.float32(128) <= _DECODED_LIMIT[run.form.dtype])
+            elements_at = start + 2 * block.num_groups * dtype.itemsize
+            groups = np.ascontiguousarray(frames[:, start:elements_at]).view(_BITS[dtype])
+            groups = groups.reshape(run.num_layers, 2, *block.groups_shape)
+            smallest, largest = _from_bits(groups[:, 0], dtype), _from_bits(groups[:, 1], dtype)
+            # A NaN compares as false.
+            with np.errstate(invalid="ignore"):
+                good = (smallest >= -LIMIT[dtype]) & (smallest <= largest) & (largest <= LIMIT[dtype])
             if not good.all():
                 return False
             part = elements[block.at]
             start = elements_at + math.prod(block.shape)
-            steps = frames[:, elements_at:start].view(np.int8).reshape(part.shape)
-            np.multiply(steps, size, out=part, dtype=np.float32)
-            part += middle
-        _store(elements, into, run)
+            steps = frames[:, elements_at:start].reshape(part.shape)
+            np.multiply(steps, (largest - smallest) / STEPS, out=part, dtype=np.float32)
+            part += smallest
+        np.copyto(np.frombuffer(into, _BITS[dtype]).reshape(elements.shape), _to_bits(elements, dtype))
         return True
 
     def _frame_bytes(self, form: LayerForm) -> int:
@@ -184,7 +190,7 @@ class Int8:
 
 
 def _blocks(form: LayerForm) -> Iterator[_Block]:
-    shape, axis = form.shape, form.token_axis
+    shape, axis, item = form.shape, form.token_axis, form.dtype.itemsize
     first_by_token = 0
     if form.num_planes == 2 and form.num_tokens >= CHANNEL_TOKENS_MIN:
         first_by_token = 1
@@ -192,25 +198,18 @@ def _blocks(form: LayerForm) -> Iterator[_Block]:
             stop = min(start + CHANNEL_TOKENS_MAX, form.num_tokens)
             tokens = (slice(start, stop) if each == axis else slice(None) for each in (1, 2, 3))
             at = (slice(None), slice(0, 1), *tokens)
-            yield _Block(at, (1, *(stop - start if each == axis else shape[each] for each in (1, 2, 3))), axis)
-    yield _Block((slice(None), slice(first_by_token, None)), (form.num_planes - first_by_token, *shape[1:]), 3)
+            yield _Block(at, (1, *(stop - start if each == axis else shape[each] for each in (1, 2, 3))), axis, item)
+    yield _Block((slice(None), slice(first_by_token, None)), (form.num_planes - first_by_token, *shape[1:]), 3, item)
 
 
-def _load(data: memoryview, run: Run) -> Floats:
-    """The elements of layers, `[layers, *form.shape]`."""
-    shape = run.num_layers, *run.form.shape
-    if run.form.dtype is KVDtype.BFLOAT16:
-        return _from_bfloat16(np.frombuffer(data, "<u2").reshape(shape))
-    raw = np.frombuffer(data, "<f2" if run.form.dtype is KVDtype.FLOAT16 else "<f4")
-    return raw.reshape(shape).astype(np.float32, copy=False)
+def _from_bits(elements: npt.NDArray[Any], dtype: KVDtype) -> Floats:
+    """Elements as numbers; float32 is not copied."""
+    return _from_bfloat16(elements) if dtype is KVDtype.BFLOAT16 else elements.astype(np.float32, copy=False)
 
 
-def _store(elements: Floats, into: memoryview, run: Run) -> None:
-    if run.form.dtype is KVDtype.BFLOAT16:
-        np.copyto(np.frombuffer(into, "<u2").reshape(elements.shape), _to_bfloat16(elements))
-    else:
-        target = np.frombuffer(into, "<f2" if run.form.dtype is KVDtype.FLOAT16 else "<f4")
-        np.copyto(target.reshape(elements.shape), elements, casting="same_kind")
+def _to_bits(numbers: Floats, dtype: KVDtype) -> npt.NDArray[Any]:
+    """Numbers rounded to elements."""
+    return _to_bfloat16(numbers) if dtype is KVDtype.BFLOAT16 else numbers.astype(_BITS[dtype], copy=False)
 
 
 def _from_bfloat16(halves: npt.NDArray[np.uint16]) -> Floats:
