@@ -152,7 +152,7 @@ class Oracle:
         `durable` is what the tier last called durable; nothing that was accepted is sure with `lossy` (flushes may have
         failed) unless it was confirmed, and nothing at all with `lying`. Raises `Broken`.
         """
-        found = self._recovered(runs)
+        found = self.slots_of(runs)
         for chain, slot in found.items():
             page = self.pages[chain]
             lives = [life for life in page.lives if life.slot == slot and life.generation == generation_of(slot)]
@@ -181,9 +181,12 @@ class Oracle:
                 if found[chain] != life.slot:
                     raise Broken(f"a durable page came back in slot {found[chain]}, not in {life.slot}")
 
-    def _recovered(self, runs: Sequence[RecoveredRun]) -> dict[bytes, int]:
-        """Slots by chain digest. Raises `Broken` for pages that nobody wrote, twice the same page, the same slot, a
-        page without the one before it, and fields that contradict each other."""
+    def slots_of(self, runs: Sequence[RecoveredRun]) -> dict[bytes, int]:
+        """Slots of recovered pages by chain digest.
+
+        Raises `Broken` for pages that nobody wrote, twice the same page, the same slot, a page without the one before
+        it, and fields that contradict each other.
+        """
         found: dict[bytes, int] = {}
         for run in runs:
             digest = hashlib.sha256(run.namespace).digest()

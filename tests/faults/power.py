@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.errors import DeadlineExceeded, NoRoom, TierUnavailable
-from hicache.tier import LayerRead, Outcome, PageIdentity, PageRead
+from hicache.tier import LayerRead, Outcome, PageIdentity, PageRead, RecoveredRun
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
 from tests.faults.oracle import PAGE_SIZE, Broken, Life, Oracle, Page
@@ -174,7 +174,39 @@ class PowerRun:
             self.tally.kills += 1
 
     async def _open(self) -> None:
-        """Open the tier, through whatever happens meanwhile, and compare what it recovered."""
+        """Open the tier, and compare what it recovered with what the oracle knows."""
+        self.tier = tier = await self._started()
+        runs = tier.recovered()
+        if self.cuts_while_opening and not self._lying and self.rng.random() < 0.1:
+            tier, runs = await self._started_again(tier, runs)
+        for digest, record in self.oracle.records.items():
+            tier.remember(digest, record)
+        recovered = self.oracle.restart(
+            runs, tier.generation, durable=self._durable, lossy=self._failing, lying=self._lying
+        )
+        self.tally.pages_recovered += len(recovered)
+        if tier.num_free + len(recovered) != tier.capacity_pages:
+            raise Broken(f"{tier.num_free} free and {len(recovered)} used slots are not {tier.capacity_pages}")
+        self._durable = tier.durable
+        for page in recovered:
+            await self._read_back(page)
+
+    async def _started_again(
+        self, tier: NvmeTier, runs: Sequence[RecoveredRun]
+    ) -> tuple[NvmeTier, Sequence[RecoveredRun]]:
+        """Kill the process that has just started, and start again: that must come to the same."""
+        self.disk.off = True
+        await tier.close()
+        self.disk.kill()
+        self.tier = None
+        self.tier = tier = await self._started()
+        again = tier.recovered()
+        if self.oracle.slots_of(runs) != self.oracle.slots_of(again):
+            raise Broken("a start that was killed and one after it recovered different pages")
+        return tier, again
+
+    async def _started(self) -> NvmeTier:
+        """A tier that was opened, through whatever happened meanwhile."""
         tries = 0
         while True:
             self.disk.rates = self.rates if tries < OPENING_TRIES else HONEST
@@ -187,6 +219,8 @@ class PowerRun:
                     self.disk.never_cut_power()
                     if self.rates == HONEST or tries >= OPENING_TRIES:
                         raise Broken(f"a start was refused: {error}") from error
+                    if self.disk.num_open:
+                        raise Broken(f"{self.disk.num_open} descriptors are open after a start was refused") from error
                     tries += 1
                     self.tally.failed_starts += 1
                     self.disk.kill()
@@ -200,22 +234,7 @@ class PowerRun:
             self.tally.cuts_while_opening += 1
             self._revive(cut=self.rng.random() < 0.5)
         self.disk.rates = self.rates
-        self.tier = tier
-        for digest, record in self.oracle.records.items():
-            tier.remember(digest, record)
-        recovered = self.oracle.restart(
-            tier.recovered(),
-            tier.generation,
-            durable=self._durable,
-            lossy=self._failing,
-            lying=self._lying,
-        )
-        self.tally.pages_recovered += len(recovered)
-        if tier.num_free + len(recovered) != tier.capacity_pages:
-            raise Broken(f"{tier.num_free} free and {len(recovered)} used slots are not {tier.capacity_pages}")
-        self._durable = tier.durable
-        for page in recovered:
-            await self._read_back(page)
+        return tier
 
     def _opened(self) -> NvmeTier:
         capacity_bytes, segment_bytes = capacity_for(SHAPE, NUM_PAGES, slots_per_segment=SLOTS_PER_SEGMENT)

@@ -83,7 +83,7 @@ class Fail(Enum):
     EIO = "eio"
     """Any call. A write may have been done in part; a sync settles at random what is kept."""
     ENOSPC = "enospc"
-    """As `EIO`, of another number."""
+    """As `EIO`; writes and calls about names say that the disk is full, reads and syncs EIO."""
     SHORT = "short"
     """A read or write that moves a part and says so."""
     TORN = "torn"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache.tiers.nvme.io import CREATE, OPEN_DIRECTORY, READ_ONLY, READ_WRITE, FileIO, aligned_buffer, write_fully
-from tests.tiers.simulated_disk import Rates, SimulatedDisk
+from tests.tiers.simulated_disk import Fail, Rates, SimulatedDisk
 
 SEEDS = range(200)
 
@@ -339,6 +339,51 @@ def test_a_device_that_lies() -> None:
     assert sum((byte ^ 1).bit_count() for byte in into[0].tobytes()) == 1
     assert not Rates(read_error=1.0).silent
     assert disk.rates.silent
+
+
+@pytest.mark.parametrize(
+    ("fail", "answers"),
+    [
+        (Fail.EIO, ("EIO", "EIO", "EIO", "EIO")),
+        (Fail.ENOSPC, ("ENOSPC", "EIO", "EIO", "ENOSPC")),
+        (Fail.EINTR, ("EINTR", "EINTR", None, None)),
+        (Fail.SHORT, ("part", "part", None, None)),
+        (Fail.TORN, (8192, 8192, None, None)),
+    ],
+)
+def test_one_call_fails_as_told(fail: Fail, answers: tuple[object, ...]) -> None:
+    """A write, a read, a sync and a call about names, each of them the second call from now on."""
+    for place, expected in enumerate(answers):
+        disk, directory, file = disk_with_file(4)
+        calls: list[Callable[[], object]] = [
+            partial(disk.pwritev, file, filled(2), 0),
+            partial(disk.preadv, file, filled(0), 0),
+            partial(disk.fsync, file),
+            partial(disk.rename, "f", "r", directory_fd=directory),
+        ]
+        disk.fail_at(2, fail)
+        disk.fstat(file)
+        got = answer(calls[place])
+        if expected == "part":
+            assert isinstance(got, int)
+            assert 0 < got < 8192
+        else:
+            assert got == expected
+        struck = disk.num_faults
+        assert bool(struck) == (expected is not None and (fail, place) != (Fail.TORN, 1))
+        if (fail, place) == (Fail.TORN, 0):
+            data = contents(disk)
+            assert data is not None
+            assert data[:1] + data[-1:] == b"\2\1"
+        disk.fsync(file)
+
+
+def test_a_disk_that_shall_never_fail_does_not() -> None:
+    disk, _, file = disk_with_file(5, rates=Rates(write_error=1.0))
+    disk.fail_at(1, Fail.EIO)
+    disk.never_fail()
+    assert disk.pwritev(file, filled(2), 0) == 8192
+    assert disk.num_faults == {}
 
 
 def test_the_disk_is_full_when_its_blocks_are_taken() -> None:
