@@ -57,11 +57,18 @@ def _movers(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: movers.run(report, scale)
 
 
+def _codec(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import codec
+
+    return lambda report, note: codec.run(report, note, divisor=args.scale)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
     "movers": Bench("copies that hide behind computing, are asked for early, and are given up", _movers),
     "nvme": Bench("pages in and out of the NVMe tier, beside direct I/O without it", _nvme),
     "restart": Bench("how long until a cache that was killed is warm again", _restart),
+    "codec": Bench("codecs on real KV: how small, how exact, how fast, and when they pay", _codec),
 }
 
 
