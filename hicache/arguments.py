@@ -6,9 +6,8 @@ number, or a float for an integer, is a mistake even where its value would do.
 
 from contextlib import suppress
 from math import isfinite
+from numbers import Integral, Real
 from typing import Final
-
-import numpy as np
 
 from hicache.errors import BadRequest
 
@@ -20,7 +19,7 @@ def whole(field: str, value: object, low: int, high: int | None = None) -> int:
     """`value` as an integer from `low` to `high`, both included; None for no upper bound."""
     if type(value) is int:
         number = value
-    elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+    elif isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
     else:
         raise BadRequest(field, f"{value!r:.80} is not an integer within {_range(low, high)}")
@@ -39,7 +38,7 @@ def real(field: str, value: object, unit: str = "") -> float:
     if type(value) is float and isfinite(value):
         return value
     number = float("nan")
-    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):  # of too large an integer, which is not finite either
             number = float(value)
     if not isfinite(number):
@@ -58,7 +57,7 @@ def name(field: str, value: object) -> str:
 
 def flag(field: str, value: object) -> bool:
     """`value` as a truth value."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, bool) and not (getattr(value, "dtype", None) == "bool" and getattr(value, "ndim", 1) == 0):
         raise BadRequest(field, f"{type(value).__name__} is not a truth value")
     return bool(value)
 

@@ -7,7 +7,8 @@ containers that hold all of them, are untracked: collections then cost what the 
 
 An untracked object is an ordinary object that collections do not visit. A dictionary is tracked again as soon as an
 object of a kind that can be tracked is put into it, with one exception, an untracked tuple: so dictionaries hold nodes
-by their `Node.box`, a tuple of nothing but the node.
+by their `Node.box`, a tuple of nothing but the node. Where a dictionary is changed more rarely, `put` untracks it each
+time.
 
 The alternatives that lost: `gc.freeze()` is one call, but freezes the garbage of the whole process with the tree, which
 is not ours to do inside an engine; nodes as rows of arrays need no objects, but a match then builds one for each node
@@ -16,6 +17,10 @@ that it names, and costs several times as much.
 
 import sys
 from collections.abc import Callable
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def _find() -> Callable[[object], None]:
@@ -31,3 +36,9 @@ def _find() -> Callable[[object], None]:
 
 untrack: Callable[[object], None] = _find()
 """Take a container object out of the cyclic collector's sight. Whoever calls it sees to it that it ends without."""
+
+
+def put(dictionary: dict[K, V], key: K, value: V) -> None:
+    """Put something into a dictionary that is to stay untracked."""
+    dictionary[key] = value
+    untrack(dictionary)

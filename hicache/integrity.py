@@ -203,9 +203,14 @@ def _check_metadata(tree: "HiRadixTree", live: list[Node], gone: list[Node]) -> 
         + len(tree._roots) * metadata.ROOT_BYTES
     ), "the estimate of metadata is not that of its parts"
     published = tree._published.publications.values()
+    pages: dict[bytes, set[bytes]] = {}
+    for each in published:
+        of_scope, raw = pages.setdefault(each.scope, set()), tree.tokens_of(each.node).tobytes()
+        of_scope.update(raw[:end] for end in range(tree.page_size * 4, len(raw) + 1, tree.page_size * 4))
     assert tree.aside_bytes == (
         len(published) * metadata.PUBLICATION_BYTES
         + sum(len(each.readers) for each in published) * metadata.READER_BYTES
+        + sum(map(len, pages.values())) * tree.page_size * 4
         + tree._reports.num_bytes
     ), "the estimate of publications and reports is not that of its parts"
 
@@ -213,23 +218,60 @@ def _check_metadata(tree: "HiRadixTree", live: list[Node], gone: list[Node]) -> 
 def _check_published(tree: "HiRadixTree", live: list[Node]) -> None:
     index = tree._published
     covered: set[Node] = set()
-    publishers: dict[bytes, dict[Node, int]] = {}
     for key, publication in index.publications.items():
         assert publication.key == key, "11: a publication stands under another key"
         assert publication in index.ends.get(publication.node, []), "11: a publication ends elsewhere"
         path = tree.path(publication.node)
         assert path, "11: a publication ends at a node that is gone"
         covered.update(path)
-        of_scope = publishers.setdefault(publication.scope, {})
-        of_scope[path[0]._root] = of_scope.get(path[0]._root, 0) + 1
+        num_pages = sum(node._num_pages for node in path)
+        assert publication.num_pages == num_pages, "11: a publication covers another number of pages"
     assert sum(map(len, index.ends.values())) == len(index.publications), "11: an end of no publication"
-    assert index.publishers == publishers, "11: publishers are miscounted"
     assert {node for node in live if node.is_published} == covered, "11: what is published is not what is covered"
     below: dict[Node, dict[bytes, Node]] = {}
     for node in covered:
         assert node._parent is not None
         below.setdefault(node._parent, {})[node._key] = node
-    assert index.below == below, "11: readers do not find what is published"
+    assert index.below == below, "11: published children are miscounted"
+    _check_readable(tree)
+    hidden = [index.publications, index.ends, index.below, *index.ends.values(), *index.below.values()]
+    hidden += index.publications.values()
+    assert not any(map(gc.is_tracked, hidden)), "the collector sees publications"
+
+
+def _check_readable(tree: "HiRadixTree") -> None:
+    """Readers find exactly the pages that publications cover, and each run is as long as it can be."""
+    index, page_bytes = tree._published, tree.page_size * 4
+    expected: dict[bytes, dict[bytes, set[bytes]]] = {}
+    for key, publication in index.publications.items():
+        raw, of_scope = tree.tokens_of(publication.node).tobytes(), expected.setdefault(publication.scope, {})
+        for end in range(page_bytes, len(raw) + 1, page_bytes):
+            of_scope.setdefault(raw[:end], set()).add(key)
+    found: dict[bytes, dict[bytes, set[bytes]]] = {}
+    for scope, readable in index.readable.items():
+        of_scope = found.setdefault(scope, {})
+        stack = [(readable.root, b"")]
+        while stack:
+            run, before = stack.pop()
+            keys = {publication.key for publication in run.covering}
+            pages = run.key + run.rest
+            assert len(pages) == run.num_pages * page_bytes, "11: a run has another number of pages"
+            for end in range(page_bytes, len(pages) + 1, page_bytes):
+                of_scope[before + pages[:end]] = keys
+            for publication in run.covering:
+                if publication.num_pages * page_bytes == len(before + pages):
+                    assert publication.run is run, "11: a publication ends in another run"
+            if run.order is not None:
+                assert list(run.order) == sorted(run.children), "11: readable siblings are out of order"
+            for key, child in run.children.items():
+                assert (child.key, child.parent) == (key, run), "11: a run stands in another place"
+                assert run is readable.root or len(run.children) > 1 or len(child.covering) < len(run.covering), (
+                    "11: two runs are one"
+                )
+                stack.append((child, before + pages))
+            hidden = [run, run.children, run.covering]
+            assert not any(map(gc.is_tracked, hidden)), "the collector sees what is readable"
+    assert found == expected, "11: readers do not find what is published"
 
 
 def _check_reports(tree: "HiRadixTree", live: list[Node]) -> None:

@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 from hicache.arguments import moment, name, whole
-from hicache.collector import untrack
+from hicache.collector import put, untrack
 from hicache.errors import BadRequest, LeaseExpired, NoRoom, NotResident
 from hicache.lease import Lease
 from hicache.metadata import MAX_PUBLICATIONS, MAX_REPORT_BYTES
@@ -84,8 +84,7 @@ class Leasing(Structure):
         self._generation += 1
         lease = Lease(node, owner, self._generation, deadline)
         self._num_leases_of[owner] = num_owned + 1
-        self._leases[self._generation] = lease
-        untrack(self._leases)
+        put(self._leases, self._generation, lease)
         self._watch(lease)
         if node is not None:
             self._count_lease(node, 1)

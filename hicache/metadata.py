@@ -24,8 +24,8 @@ ORDER_BYTES: Final = 100
 """A place in one order of eviction: one for each copy of a node, and with a budget one more."""
 ROOT_BYTES: Final = 640
 """A namespace."""
-PUBLICATION_BYTES: Final = 560
-"""A publication of a prefix."""
+PUBLICATION_BYTES: Final = 720
+"""A publication of a prefix, beside 4 bytes for each token that is published, however often."""
 READER_BYTES: Final = 120
 """When another tenant last used a publication."""
 REPORT_BYTES: Final = 420

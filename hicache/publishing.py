@@ -31,13 +31,13 @@ class Publishing(Structure):
         path, position, inside = self._descend(root, raw, len(raw)) if root is not None else ([], 0, 0)
         if position < len(raw):
             raise NotResident("the tree", f"page {position // self._page_bytes} of the prefix to publish")
-        key, most = self._key(namespace, raw), self._published.max_publications
+        key, most = self._key(namespace, raw), self.max_publications
         if key not in self._published.publications and len(self._published.publications) >= most:
             problem = f"{most} are all that may be published at a time"
             raise NoRoom("publications", pages_asked=len(raw) // self._page_bytes, pages_free=0, problem=problem)
         if inside < path[-1]._num_pages:
             path[-1] = self._split(path[-1], inside)
-        self._published.publish(key, namespace.scope, path)
+        self._published.publish(key, namespace.scope, path, raw)
         return path[-1]
 
     def unpublish(self, namespace: Namespace, tokens: npt.ArrayLike) -> bool:
@@ -58,7 +58,7 @@ class Publishing(Structure):
                 node=each.node,
                 namespace=each.node._root.digest,
                 tenant=each.node._root.owner,
-                num_pages=sum(step._num_pages for step in self.path(each.node)),
+                num_pages=each.num_pages,
                 readers=dict(each.readers),
             )
             for each in self._published.publications.values()

@@ -18,6 +18,10 @@ CHUNK: Final = 1024
 """Most members in one chunk; a fuller one is cut in half."""
 
 
+ORDER_FROM: Final = 64
+"""From this many siblings on, their order is kept with every change; below, it is made when a partial first asks."""
+
+
 class SortedChunks(Generic[T]):
     """Members in ascending order.
 

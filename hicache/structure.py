@@ -52,14 +52,12 @@ from hicache.published import Published
 from hicache.reports import Reports
 from hicache.residency import IN_TIER, Event, Residency, after
 from hicache.results import Freed, Occupancy
-from hicache.sortedchunks import SortedChunks
+from hicache.sortedchunks import ORDER_FROM, SortedChunks
 from hicache.tier import Slots, TierId
 from hicache.tokens import INT32, TOKEN_BYTES, common_bytes
 
 SPARSE_BYTES: Final = 400
 """Bytes of dictionary a child above which a node's children are worth a new one: four times what one grows to."""
-ORDER_FROM: Final = 64
-"""From this many children on, a node keeps them in order; below, the order is made when a partial first asks for it."""
 SLOT_BYTES: Final = 4
 
 FreedParts = dict[int, list[bytes]]
@@ -79,8 +77,10 @@ class Structure:
         max_publications: int = MAX_PUBLICATIONS,
         max_report_bytes: int = MAX_REPORT_BYTES,
     ) -> None:
+        # What `__del__` looks at is there before anything is refused.
         self._roots: Final[dict[bytes, Root]] = {}
         self._limbo: Final[set[Node]] = set()  # left the tree, with CONDEMNED copies
+        self._published: Final = Published()
         if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
             raise BadRequest("page_size", f"{page_size!r} is not within 1 to {MAX_PAGE_SIZE} tokens")
         if isinstance(tiers, str) or not isinstance(tiers, Sequence):
@@ -95,7 +95,8 @@ class Structure:
         if unknown := set(policies) - set(tiers):
             raise BadRequest("policies", f"{', '.join(sorted(unknown))} is no tier of this tree")
         check_metadata_bytes(metadata_bytes, page_size=page_size, num_tiers=len(tiers))
-        max_publications = whole("max_publications", max_publications, 0)
+        self.max_publications: Final = whole("max_publications", max_publications, 0)
+        """Most publications of all tenants at a time."""
         max_report_bytes = whole("max_report_bytes", max_report_bytes, 0)
         self.metadata_budget: Final = metadata_bytes
         """Most bytes that `insert` lets the tree's own memory grow to, by its own estimate; None for no bound."""
@@ -107,7 +108,6 @@ class Structure:
             [policies.get(tier) or LruPolicy() for tier in tiers],
             LruPolicy() if metadata_bytes is not None else None,
         )
-        self._published: Final = Published(max_publications)
         self._reports: Final = Reports(max_report_bytes)
         self._pages: Final = [[0] * len(Residency) for _ in tiers]
         self._now = float("-inf")
@@ -123,6 +123,7 @@ class Structure:
             nodes += child_nodes(node)
             node._parent = node._children = None
             node._holds = ()
+        self._published.clear()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,7 @@ class Structure:
         return (
             len(published.publications) * PUBLICATION_BYTES
             + published.num_readers * READER_BYTES
+            + sum([readable.num_bytes for readable in published.readable.values()])
             + self._reports.num_bytes
         )
 

@@ -4,6 +4,7 @@ Tokens are compared with `memcmp` (through `bytes.startswith`), which runs at me
 difference; a hash never decides whether two pages are the same.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -106,6 +107,21 @@ def raw_bytes(packed: npt.NDArray[np.int32]) -> memoryview | bytes:
     if packed.nbytes <= _GALLOP_BYTES:
         return packed.tobytes()
     return packed.data.cast("B")
+
+
+def most_shared(
+    pages: Iterable[bytes | None], raw: memoryview | bytes, at: int, limit: int
+) -> tuple[bytes | None, int]:
+    """Which of `pages` shares most tokens with `raw[at : at + limit]`, and how many; the first of equals, None for 0.
+
+    >>> most_shared([b"abcdxxxx", None, b"abcdefgh"], b"abcdefghijkl", 0, 12)
+    (b'abcdefgh', 2)
+    """
+    best, most = None, 0
+    for page in pages:
+        if page is not None and (shared := common_bytes(page, 0, raw, at, limit) // TOKEN_BYTES) > most:
+            best, most = page, shared
+    return best, most
 
 
 def common_bytes(buffer: bytes, start: int, raw: memoryview | bytes, at: int, limit: int) -> int:

@@ -34,7 +34,7 @@ monotonic seconds; one that went backwards counts as the latest seen), and does 
 anything is changed: a call that raises has changed nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -50,8 +50,8 @@ from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.moving import Moving
 from hicache.namespace import Namespace
 from hicache.node import Node, Root, held_tiers, state_of, tier_index
-from hicache.published import NOTHING
 from hicache.publishing import Publishing
+from hicache.readable import Readable
 from hicache.reporting import Reporting
 from hicache.residency import Event, Residency
 from hicache.restoring import Restoring
@@ -59,7 +59,16 @@ from hicache.results import Finished, Freed, Inserted, Match, NodeInfo, Occupanc
 from hicache.sortedchunks import SortedChunks
 from hicache.structure import SLOT_BYTES, digest_of, pack_parts
 from hicache.tier import PageIdentity, Slots, TierId, chain_digest
-from hicache.tokens import TOKEN_BYTES, check_ids, common_bytes, pack_slots, pack_tokens, raw_bytes, view_tokens
+from hicache.tokens import (
+    TOKEN_BYTES,
+    check_ids,
+    common_bytes,
+    most_shared,
+    pack_slots,
+    pack_tokens,
+    raw_bytes,
+    view_tokens,
+)
 from hicache.walking import Siblings, begins_at
 
 __all__ = [
@@ -111,10 +120,10 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         num_bytes = len(packed) * TOKEN_BYTES
         digest = digest_of(namespace)
         root = self._roots.get(digest)
-        if published and self._published.publishers:
-            others = self._published.readable(namespace.scope, root)
-            if others:
-                return self._match_published(digest, root, others, packed)
+        if published and self._published.readable:
+            readable = self._published.readable.get(namespace.scope)
+            if readable is not None:
+                return self._match_published(digest, root, readable, packed)
         if root is None or not num_bytes:
             check_ids("tokens", packed)
             return Match((), 0, 0, None, digest, digest)
@@ -127,28 +136,39 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         return Match(tuple(path), position // TOKEN_BYTES, inside, partial, digest, digest)
 
     def _match_published(
-        self, digest: bytes, root: Root | None, others: list[Root], packed: npt.NDArray[np.int32]
+        self, digest: bytes, root: Root | None, readable: Readable, packed: npt.NDArray[np.int32]
     ) -> Match:
-        """The longest match of one's own tree and of what others have published; one's own where they are as long."""
-        raw, num_bytes, published = raw_bytes(packed), len(packed) * TOKEN_BYTES, self._published
-        found = [] if root is None else [(root, *self._descend(root, raw, num_bytes))]
-        found += [(other, *published.descend(other, raw, num_bytes, self._page_bytes)) for other in others]
-        owner, path, position, inside = max(found, key=lambda each: each[2])
-        if position == num_bytes:
-            return Match(tuple(path), position // TOKEN_BYTES, inside, None, owner.digest if path else digest, digest)
-        check_ids("tokens", packed[position // TOKEN_BYTES :])
-        best: Partial | None = None
-        for tree, nodes, end, pages_in_last in found:
-            if end == position:
-                node = nodes[-1] if nodes else tree
-                partial = (
-                    self._find_partial(node, pages_in_last, raw, position, num_bytes)
-                    if tree is root or pages_in_last < node._num_pages
-                    else self._best_child(published.below.get(node, NOTHING), raw, position, num_bytes)
-                )
-                if partial is not None and (best is None or partial.num_tokens > best.num_tokens):
-                    best = partial
-        return Match(tuple(path), position // TOKEN_BYTES, inside, best, owner.digest if path else digest, digest)
+        """The longest match of one's own tree and of what is published; one's own where they are as long.
+
+        Among what is published may be one's own pages. They never win: one's own tree has them as well.
+        """
+        raw, num_bytes, page_bytes = raw_bytes(packed), len(packed) * TOKEN_BYTES, self._page_bytes
+        path, own, inside = self._descend(root, raw, num_bytes) if root is not None else ([], 0, 0)
+        run, shared, inside_run = readable.descend(raw, num_bytes)
+        position, owner, best = max(own, shared), digest, None
+        if position < num_bytes:
+            check_ids("tokens", packed[position // TOKEN_BYTES :])
+            if own == position and root is not None:
+                best = self._find_partial(path[-1] if path else root, inside, raw, position, num_bytes)
+            if shared == position:
+                follower, most = readable.partial(run, inside_run, raw, position, num_bytes)
+                if most > (best.num_tokens if best is not None else 0):
+                    nodes, end = self._path_to(follower.publication().node, position // page_bytes + 1)
+                    best = Partial(nodes[-1], end - 1, most)
+        if shared > own:
+            path, inside = self._path_to(run.publication().node, shared // page_bytes)
+            owner = path[-1]._root.digest
+        return Match(tuple(path), position // TOKEN_BYTES, inside, best, owner, digest)
+
+    def _path_to(self, node: Node, num_pages: int) -> tuple[list[Node], int]:
+        """The nodes of the first pages of the path to a node, and how many pages of the last of them these are."""
+        nodes: list[Node] = []
+        for step in self.path(node):
+            nodes.append(step)
+            if num_pages <= step._num_pages:
+                break
+            num_pages -= step._num_pages
+        return nodes, num_pages
 
     def _find_partial(
         self, node: Node, inside: int, raw: memoryview | bytes, position: int, num_bytes: int
@@ -163,26 +183,13 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         children = node._children
         if not children:
             return None
-        if len(children) == 1:
-            candidates: tuple[bytes | None, ...] = tuple(children)
-        else:
+        candidates: Iterable[bytes | None] = children
+        if len(children) > 1:
             if node._order is None:
                 node._order = SortedChunks(children)
             candidates = node._order.neighbours(bytes(raw[position : position + limit]))
-        best, most = None, 0
-        for key in candidates:
-            if key is not None and (shared := common_bytes(key, 0, raw, position, limit) // TOKEN_BYTES) > most:
-                best, most = key, shared
+        best, most = most_shared(candidates, raw, position, limit)
         return Partial(children[best][0], 0, most) if best is not None else None
-
-    def _best_child(
-        self, children: Mapping[bytes, Node], raw: memoryview | bytes, position: int, num_bytes: int
-    ) -> Partial | None:
-        """Among published children, which are few, the one whose first page shares most of `raw[position:]`."""
-        limit = min(self._page_bytes, num_bytes - position)
-        shared = {key: common_bytes(key, 0, raw, position, limit) // TOKEN_BYTES for key in children}
-        best = max(shared, key=lambda key: shared[key], default=None)
-        return Partial(children[best], 0, shared[best]) if best is not None and shared[best] else None
 
     # -- inserting ----------------------------------------------------------------------------------------------------
 

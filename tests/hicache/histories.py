@@ -13,7 +13,7 @@ One number decides a whole history. A failure names it and the command that repe
 import argparse
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -598,7 +598,7 @@ class History:
     def any_readable_path(self) -> Path:
         """A path as another tenant's reader may ask for it, if there is one; else any."""
         space, pages = self.any_path()
-        entries = [(path, self._readable(path[0])) for path in self.published]
+        entries: list[tuple[Path, Sequence[int]]] = [(path, self._readable(path[0])) for path in self.published]
         chosen = [(path, readers) for path, readers in entries if readers]
         if not chosen or self.random.random() < 0.3:
             return space, pages
@@ -606,6 +606,8 @@ class History:
         if self.random.random() < 0.4:
             path = path[0], path[1][: self.random.randint(0, len(path[1]))]
         more = tuple(self.random.choice(self.variants) for _ in range(self.random.choice([0, 1, 2])))
+        if self.random.random() < 0.2:
+            readers = range(len(self.namespaces))  # also one that may not read it
         return self.random.choice(readers), path[1] + more
 
     def do_match(self) -> None:

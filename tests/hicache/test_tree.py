@@ -16,8 +16,7 @@ from hicache.errors import BadRequest, NotResident
 from hicache.node import Node
 from hicache.residency import Residency
 from hicache.results import Match
-from hicache.sortedchunks import CHUNK, SortedChunks
-from hicache.structure import ORDER_FROM
+from hicache.sortedchunks import CHUNK, ORDER_FROM, SortedChunks
 from hicache.tier import DEVICE, HOST, NVME, chain_digest
 from hicache.tree import HiRadixTree
 from tests.hicache.trees import World, make_namespace, sequence

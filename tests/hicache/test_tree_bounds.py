@@ -97,7 +97,7 @@ def test_publications_past_their_bound_are_refused() -> None:
         tree.publish(NAMESPACE, sequence(3, PAGE))
     assert caught.value.tier == "publications"
     assert digest(tree) == before
-    assert (tree.metadata_bytes, tree.aside_bytes) == (size, 3 * PUBLICATION_BYTES)
+    assert (tree.metadata_bytes, tree.aside_bytes) == (size, 3 * (PUBLICATION_BYTES + 4 * PAGE))
     assert tree.unpublish(NAMESPACE, sequence(1, PAGE))
     tree.publish(NAMESPACE, sequence(3, PAGE))
     assert insert(tree, sequence(20, PAGE), 20) == 1
@@ -199,12 +199,13 @@ def test_the_collector_sees_neither_reports_nor_publications_nor_leases() -> Non
         tree.publish(NAMESPACE, tree.tokens_of(node))
         tree.touch(node, 2.0, reader=make_namespace(PAGE, tenant=f"r{number % 3}"))
         tree.lease(node, owner="o", deadline=9.0 + number, now=1.0)
-    reports = tree._reports
+    index, reports = tree._published, tree._reports
     gc.collect()
     seen = {id(each) for each in gc.get_objects()}
     hidden: list[object] = [
         tree._leases, tree._deadlines, *tree._leases.values(), reports.by_node, *reports.nodes_of.values(),
-        *reports.by_node.values(),
+        *reports.by_node.values(), index.publications, *index.publications.values(), index.ends,
+        *(each.readers for each in index.publications.values()),
     ]  # fmt: skip
     assert not [each for each in hidden if id(each) in seen]
     with pytest.raises(BadRequest):

@@ -405,10 +405,9 @@ class PublishedToAll(HiRadixTree):
 
     def match(self, namespace: Any, tokens: Any, *, published: bool = True) -> Match:
         match = super().match(namespace, tokens, published=published)
-        for scope in list(self._published.publishers) if published else ():
+        for readable in self._published.readable.values() if published else ():
             root = self._roots.get(namespace.digest)
-            others = self._published.readable(scope, root)
-            found = self._match_published(namespace.digest, root, others, tree.pack_tokens(tokens)) if others else match
+            found = self._match_published(namespace.digest, root, readable, tree.pack_tokens(tokens))
             match = max(match, found, key=lambda each: each.num_tokens)
         return match
 
@@ -428,8 +427,8 @@ class ReadsUnpublished(HiRadixTree):
 class PartialOfUnpublished(HiRadixTree):
     """Offers a page as a partial that its owner has not published."""
 
-    def _match_published(self, digest: bytes, root: Root | None, others: list[Root], packed: Any) -> Match:
-        match = super()._match_published(digest, root, others, packed)
+    def _match_published(self, digest: bytes, root: Root | None, readable: Any, packed: Any) -> Match:
+        match = super()._match_published(digest, root, readable, packed)
         if not match.nodes or match.num_tokens == len(packed):
             return match
         position = 4 * match.num_tokens
@@ -442,9 +441,9 @@ class PartialOfUnpublished(HiRadixTree):
 class PrefersOthers(HiRadixTree):
     """Gives another tenant's pages where one's own are as long."""
 
-    def _match_published(self, digest: bytes, root: Root | None, others: list[Root], packed: Any) -> Match:
-        found = super()._match_published(digest, None, others, packed)
-        own = super()._match_published(digest, root, others, packed)
+    def _match_published(self, digest: bytes, root: Root | None, readable: Any, packed: Any) -> Match:
+        found = super()._match_published(digest, None, readable, packed)
+        own = super()._match_published(digest, root, readable, packed)
         return found if found.num_tokens == own.num_tokens else own
 
 
@@ -455,7 +454,8 @@ class HeldStaysPublished(HiRadixTree):
         was_published, published = node.is_published, self._published
         super()._remove_node(node, step)
         if was_published and node.is_live and not node.is_published:
-            published.publish(str(id(node)).encode(), b"", self.path(node))
+            raw = self.tokens_of(node).tobytes()
+            published.publish(str(id(node)).encode(), node.record.scope, self.path(node), raw)
 
 
 class UnpublishesNothing(HiRadixTree):
