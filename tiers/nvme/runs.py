@@ -6,13 +6,14 @@ into the index if the slot is still the same.
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hicache.errors import DeadlineExceeded, TierUnavailable
 from hicache.tier import LayerRead, Outcome, PageIdentity, PageRead, PageWrite
 from hicache.tiers.nvme.budget import SpaceFloor
 from hicache.tiers.nvme.commits import Commits
 from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
+from hicache.tiers.nvme.geometry import Geometry
 from hicache.tiers.nvme.health import Health
 from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import Scratch
@@ -20,6 +21,20 @@ from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.namespaces import Namespaces
 from hicache.tiers.nvme.segment import LayerGet, PageGet, PagePut, SegmentFile, Written
 from hicache.tiers.slots import SlotPool
+
+
+def cut_runs(slots: Sequence[int], geometry: Geometry, longest: int) -> Iterator[tuple[int, int, slice]]:
+    """Cut the slots into runs of at most `longest` neighbours in one segment: its ordinal, the first slot's place there,
+    and which of the slots."""
+    start = 0
+    while start < len(slots):
+        ordinal, index = geometry.locate(slots[start])
+        limit = min(start + longest, len(slots), start + geometry.slots_of(ordinal) - index)
+        stop = start + 1
+        while stop < limit and slots[stop] == slots[stop - 1] + 1:
+            stop += 1
+        yield ordinal, index, slice(start, stop)
+        start = stop
 
 
 class Keeper:

@@ -45,15 +45,25 @@ from hicache.tiers.nvme.directory import open_directory
 from hicache.tiers.nvme.filling import StoreDirectory, close_directory
 from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
 from hicache.tiers.nvme.geometry import PageShape
-from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.health import Health
 from hicache.tiers.nvme.index import Index
-from hicache.tiers.nvme.io import FileIO, Scratch, flat
+from hicache.tiers.nvme.io import FileIO, Scratch
 from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.namespaces import Namespaces
 from hicache.tiers.nvme.records import Rows, namespace_room
 from hicache.tiers.nvme.recovery import Progress, Recovery, nothing_recovered
-from hicache.tiers.nvme.runs import Batch, Keeper, LayerRun, LayerTicket, Look, Probe, ReadRun, WriteRun
+from hicache.tiers.nvme.requests import Requests
+from hicache.tiers.nvme.runs import (
+    Batch,
+    Keeper,
+    LayerRun,
+    LayerTicket,
+    Look,
+    Probe,
+    ReadRun,
+    WriteRun,
+    cut_runs,
+)
 from hicache.tiers.nvme.segment import LayerGet, SegmentFile
 from hicache.tiers.slots import SlotPool
 
@@ -120,6 +130,8 @@ class NvmeTier:
         self._namespaces = Namespaces(tier_id, namespace_room(self._geometry))
         for number, (digest, record) in recovered.namespaces.items():
             self._namespaces.adopt(number, digest, record)
+        self.requests = Requests(self._shape, self._pool)
+        """The checks of `write`, `read` and `start_layer_reads` alone."""
         self._counters = Counters()
         self._reads = self._lanes("nvme-read", read_lanes)
         self._writes = self._lanes("nvme-write", write_lanes)
@@ -422,7 +434,7 @@ class NvmeTier:
         that is not one contiguous page, and an identity of the wrong lengths. Cancelled, it waits for the copies all
         the same.
         """
-        checked = list(zip(pages, self.check_write(pages), strict=True))
+        checked = list(zip(pages, self.requests.check_write(pages), strict=True))
         problem = await self._keeper.wait_for_turn(pages)
         batch = Batch(self._counters, Operation.WRITE, len(pages))
         puts: list[tuple[int, PageWrite, memoryview]] = []
@@ -438,7 +450,7 @@ class NvmeTier:
             else:
                 puts.append((place, page, data))
                 self._keeper.begin(page.slot)
-        for ordinal, first, run in self._runs([page.slot for _, page, _ in puts], self._writes.num_threads):
+        for ordinal, first, run in self._cut([page.slot for _, page, _ in puts], self._writes):
             segment = self._directory.segments[ordinal]
             batch.expect(WriteRun(self._keeper, batch, ordinal, segment, first, puts[run]), self._writes)
         return await batch.outcomes()
@@ -450,14 +462,14 @@ class NvmeTier:
         named twice, a buffer must be writable). Cancelled, it waits for the copies all the same.
         """
         batch = Batch(self._counters, Operation.READ, len(pages))
-        checked = list(zip(pages, self.check_read(pages), strict=True))
+        checked = list(zip(pages, self.requests.check_read(pages), strict=True))
         gets: list[tuple[int, PageRead, memoryview]] = []
         for place, (page, into) in enumerate(checked):
             if (problem := self._problem(page.slot, page.generation, page.identity)) is not None:
                 batch.found(place, problem)
             else:
                 gets.append((place, page, into))
-        for ordinal, first, run in self._runs([page.slot for _, page, _ in gets], self._reads.num_threads):
+        for ordinal, first, run in self._cut([page.slot for _, page, _ in gets], self._reads):
             segment = self._directory.segments[ordinal]
             batch.expect(ReadRun(self._keeper, batch, segment, first, gets[run]), self._reads)
         return await batch.outcomes()
@@ -473,7 +485,7 @@ class NvmeTier:
         for a slot or layer that does not exist, and for a buffer that is not as long as the layer, contiguous and
         writable.
         """
-        checked = list(zip(reads, self.check_layer_reads(reads), strict=True))
+        checked = list(zip(reads, self.requests.check_layer_reads(reads), strict=True))
         ticket = LayerTicket(len(reads), self._counters)
         gets: list[tuple[int, LayerRead, SegmentFile, LayerGet]] = []
         for place, (read, into) in enumerate(checked):
@@ -529,22 +541,6 @@ class NvmeTier:
         self._commits.give_up()
         close_directory(self._files, self._directory)
 
-    # ---- what is asked, before anything is touched
-
-    def check_write(self, pages: Sequence[PageWrite]) -> list[memoryview]:
-        """The pages' buffers as flat views. Raises `BadRequest` as `write` does."""
-        if len({page.slot for page in pages}) < len(pages):
-            raise BadRequest("pages", "one slot is named twice")
-        return [self._checked(page.slot, page.identity, page.data) for page in pages]
-
-    def check_read(self, pages: Sequence[PageRead]) -> list[memoryview]:
-        """The pages' buffers as flat views. Raises `BadRequest` as `read` does."""
-        return [self._checked(page.slot, page.identity, page.into, writable=True) for page in pages]
-
-    def check_layer_reads(self, reads: Sequence[LayerRead]) -> list[memoryview]:
-        """The layers' buffers as flat views. Raises `BadRequest` as `start_layer_reads` does."""
-        return [self._checked_layer(read) for read in reads]
-
     # ---- parts of the above
 
     def _lanes(self, name: str, num_threads: int) -> Lanes:
@@ -555,34 +551,9 @@ class NvmeTier:
     def _all_lanes(self) -> tuple[Lanes, ...]:
         return self._reads, self._writes, self._layers, self._commit_lane
 
-    def _checked(
-        self,
-        slot: int,
-        identity: PageIdentity,
-        buffer: memoryview,
-        *,
-        writable: bool = False,
-        num_bytes: int | None = None,
-    ) -> memoryview:
-        """The buffer as a flat view. Raises `BadRequest` for arguments that no device could make right."""
-        self._pool.generation(slot)
-        expected = self._shape.page_bytes if num_bytes is None else num_bytes
-        if buffer.nbytes != expected:
-            raise BadRequest("buffer", f"{buffer.nbytes} bytes are not the {expected} that are needed")
-        if not buffer.c_contiguous:
-            raise BadRequest("buffer", "is not contiguous")
-        if writable and buffer.readonly:
-            raise BadRequest("buffer", "cannot be written to")
-        lengths = len(identity.namespace), len(identity.prefix), len(identity.tokens)
-        if lengths != (DIGEST_BYTES, DIGEST_BYTES, self._shape.token_bytes):
-            raise BadRequest("identity", f"lengths {lengths} are not (32, 32, {self._shape.token_bytes}) bytes")
-        return flat(buffer)
-
-    def _checked_layer(self, read: LayerRead) -> memoryview:
-        if not 0 <= read.layer < self._shape.num_layers:
-            raise BadRequest("layer", f"{read.layer} is not within 0 to {self._shape.num_layers - 1}")
-        num_bytes = self._shape.layer_bytes[read.layer]
-        return self._checked(read.slot, read.identity, read.into, writable=True, num_bytes=num_bytes)
+    def _cut(self, slots: Sequence[int], lanes: Lanes) -> Iterator[tuple[int, int, slice]]:
+        """Runs as long as `MAX_RUN_BYTES` allows, but no longer than it takes to keep all threads busy."""
+        return cut_runs(slots, self._geometry, min(self._max_run, -(-len(slots) // lanes.num_threads)))
 
     def _problem(self, slot: int, generation: int, identity: PageIdentity) -> Finding | None:
         """Why memory alone already says that the slot does not hold the page; None if it does."""
@@ -593,24 +564,6 @@ class NvmeTier:
         if not self._index.holds(slot, generation):
             return Finding.EMPTY
         return None if self._index.is_page(slot, identity) else Finding.OTHER_PAGE
-
-    def _runs(self, slots: Sequence[int], num_threads: int) -> Iterator[tuple[int, int, slice]]:
-        """Cut the slots into runs of neighbours in one segment: its ordinal, the first slot's place in it, and which
-        slots.
-
-        Runs are as long as `MAX_RUN_BYTES` allows, but no longer than it takes to keep all threads busy.
-        """
-        longest = min(self._max_run, -(-len(slots) // num_threads))
-        start = 0
-        while start < len(slots):
-            ordinal, index = self._geometry.locate(slots[start])
-            segment = self._directory.segments[ordinal]
-            limit = min(start + longest, len(slots), start + segment.num_slots - index)
-            stop = start + 1
-            while stop < limit and slots[stop] == slots[stop - 1] + 1:
-                stop += 1
-            yield ordinal, index, slice(start, stop)
-            start = stop
 
 
 def _free_bytes(files: FileIO, path: str) -> int:

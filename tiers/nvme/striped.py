@@ -39,6 +39,7 @@ from hicache.tier import (
     TierId,
 )
 from hicache.tiers.nvme.geometry import PageShape
+from hicache.tiers.nvme.io import real_path
 from hicache.tiers.nvme.recovery import Progress, Recovery, connect
 from hicache.tiers.nvme.store import NvmeTier
 
@@ -108,7 +109,7 @@ class StripedTier:
         """
         if not 1 <= len(directories) <= MAX_STORES:
             raise BadRequest("directories", f"{len(directories)} directories are not within 1 to {MAX_STORES}")
-        paths = [os.path.realpath(directory) for directory in directories]
+        paths = [real_path(os.fspath(directory)) for directory in directories]
         if (twice := [path for path, count in Counter(paths).items() if count > 1]):
             raise BadRequest("directories", f"{twice[0]} is named twice")
         clock = clock or SystemClock()
@@ -314,7 +315,7 @@ class StripedTier:
                 (place, PageWrite(slot, page.generation, page.identity, page.data))
             )
         for number, part in parts.items():
-            self._stores[number].check_write([page for _, page in part])
+            self._stores[number].requests.check_write([page for _, page in part])
         outcomes: list[Outcome] = [Outcome.ERROR] * len(pages)
 
         async def write(number: int, part: list[tuple[int, PageWrite]]) -> None:
@@ -336,7 +337,7 @@ class StripedTier:
             number, slot = self._place(page.slot)
             parts.setdefault(number, []).append((place, PageRead(slot, page.generation, page.identity, page.into)))
         for number, part in parts.items():
-            self._stores[number].check_read([page for _, page in part])
+            self._stores[number].requests.check_read([page for _, page in part])
         outcomes: list[Outcome] = [Outcome.ERROR] * len(pages)
 
         async def read(number: int, part: list[tuple[int, PageRead]]) -> None:
@@ -364,7 +365,7 @@ class StripedTier:
             its_read = LayerRead(slot, read.generation, read.identity, read.layer, read.into)
             parts.setdefault(number, []).append((place, its_read))
         for number, part in parts.items():
-            self._stores[number].check_layer_reads([read for _, read in part])
+            self._stores[number].requests.check_layer_reads([read for _, read in part])
         tickets = [
             ([place for place, _ in part], self._stores[number].start_layer_reads([read for _, read in part]))
             for number, part in parts.items()
