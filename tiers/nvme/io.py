@@ -134,6 +134,11 @@ def lock_holder(status: os.stat_result) -> int | None:
     return None
 
 
+def real_path(path: str) -> str:
+    """The same place without links and detours, to tell whether two paths are one."""
+    return os.path.realpath(path)
+
+
 def parent_of(path: str) -> str:
     """The directory in which `path` lies or would lie."""
     return os.path.dirname(os.path.abspath(path))
