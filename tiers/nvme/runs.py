@@ -24,7 +24,7 @@ from hicache.tiers.slots import SlotPool
 
 
 def cut_runs(slots: Sequence[int], geometry: Geometry, longest: int) -> Iterator[tuple[int, int, slice]]:
-    """Cut the slots into runs of at most `longest` neighbours in one segment: its ordinal, the first slot's place there,
+    """Cut the slots into runs of at most `longest` neighbours in one segment: its ordinal, the first one's place there,
     and which of the slots."""
     start = 0
     while start < len(slots):
