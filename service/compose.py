@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hicache import sequence as core
 from hicache.cache import DRAIN_S, Cache, Coverage
-from hicache.clock import SystemClock
+from hicache.clock import Clock, SystemClock
 from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
@@ -39,6 +39,7 @@ from hicache.tiers.device import DeviceTier
 from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
+from hicache.tiers.nvme.striped import MAX_STORES, StripedTier
 from hicache.writing import Durability, Flushed, Persisted
 
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -54,6 +55,8 @@ T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 """What `HiCache.open` tells while a restart brings pages back: the phase, how much is done, and of how much."""
+Directories = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""One directory of the NVMe tier, or several."""
 
 
 class HiCache:
@@ -88,7 +91,7 @@ class HiCache:
         *,
         device_bytes: int,
         host_bytes: int,
-        nvme_dir: str | os.PathLike[str] | None = None,
+        nvme_dir: Directories | None = None,
         nvme_bytes: int | None = None,
         nvme_min_free_bytes: int = 0,
         nvme_write_bytes_per_day: int | None = None,
@@ -103,7 +106,8 @@ class HiCache:
             layout: the model's KV and the page size.
             device_bytes: budget of the device tier; at least one page.
             host_bytes: budget of the host tier, allocated at once; at least one page.
-            nvme_dir: directory of the NVMe tier, made if it is missing; None for no such tier.
+            nvme_dir: directory of the NVMe tier, made if it is missing; several of them, best each on a device of its
+                own, share what is asked for in equal parts. None for no such tier.
             nvme_bytes: budget of the NVMe tier; required with `nvme_dir`. Another one than before makes the store
                 there grow or shrink.
             nvme_min_free_bytes: no new pages are taken while the file system has less space left for others.
@@ -316,7 +320,7 @@ class HiCache:
         cache, deadline = self._built.cache, self._deadline(timeout_s)
 
         async def flush() -> Flushed:
-            num_held = cache.flush(namespace)
+            num_held = await cache.flush_in_steps(namespace)
             return Flushed(num_held, await cache.settle(deadline=deadline))
 
         return self._call(flush(), timeout_s=timeout_s)
@@ -490,7 +494,7 @@ class _Budgets:
     layout: KVLayout
     device_bytes: int
     host_bytes: int
-    nvme_dir: Path | None
+    nvme_dirs: tuple[Path, ...]
     nvme_bytes: int
     nvme_min_free_bytes: int
     nvme_write_bytes_per_day: int | None
@@ -505,7 +509,7 @@ class _Budgets:
         layout: KVLayout,
         device_bytes: int,
         host_bytes: int,
-        nvme_dir: str | os.PathLike[str] | None,
+        nvme_dir: Directories | None,
         nvme_bytes: int | None,
         nvme_min_free_bytes: int,
         nvme_write_bytes_per_day: int | None,
@@ -524,8 +528,7 @@ class _Budgets:
                 raise BadRequest(name, f"{value} bytes are less than one page of {layout.page_bytes} bytes")
         num_tiers = 2 if nvme_dir is None else 3
         check_metadata_bytes(metadata_bytes, page_size=layout.page_size, num_tiers=num_tiers)
-        if nvme_dir is not None and not os.fspath(nvme_dir):
-            raise BadRequest("nvme_dir", "is empty; name a directory, or None for no NVMe tier")
+        directories = _directories(nvme_dir)
         if type(nvme_min_free_bytes) is not int or nvme_min_free_bytes < 0:
             raise BadRequest("nvme_min_free_bytes", f"{nvme_min_free_bytes!r} is not a number of bytes from 0 on")
         if nvme_write_bytes_per_day is not None and (
@@ -537,9 +540,8 @@ class _Budgets:
             PageShape.of(layout, codec=nvme_codec)
         except BadRequest as error:
             raise BadRequest("nvme_codec", error.problem) from None
-        directory = Path(nvme_dir) if nvme_dir is not None else None
         return cls(
-            layout, device_bytes, host_bytes, directory, nvme_bytes or 0, nvme_min_free_bytes,
+            layout, device_bytes, host_bytes, directories, nvme_bytes or 0, nvme_min_free_bytes,
             nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, progress,
         )
 
@@ -558,7 +560,47 @@ class _Parts:
     cache: Cache
     device: DeviceTier
     host: HostTier
-    nvme: NvmeTier | None
+    nvme: NvmeTier | StripedTier | None
+
+
+def _directories(nvme_dir: Directories | None) -> tuple[Path, ...]:
+    """The directories of the NVMe tier. Raises `BadRequest` for none, too many, an empty name, and one named twice."""
+    if nvme_dir is None:
+        return ()
+    names = [nvme_dir] if isinstance(nvme_dir, str | os.PathLike) else list(nvme_dir)
+    if not 1 <= len(names) <= MAX_STORES:
+        raise BadRequest("nvme_dir", f"{len(names)} directories are not within 1 to {MAX_STORES}; or give None")
+    if not all(os.fspath(name) for name in names):
+        raise BadRequest("nvme_dir", "is empty; name a directory, or None for no NVMe tier")
+    paths = [os.path.realpath(name) for name in names]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise BadRequest("nvme_dir", f"{path} is named twice")
+    return tuple([Path(name) for name in names])
+
+
+def _open_nvme(budgets: _Budgets, clock: Clock) -> NvmeTier | StripedTier:
+    if len(budgets.nvme_dirs) == 1:
+        return NvmeTier.open(
+            budgets.nvme_dirs[0],
+            layout=budgets.layout,
+            capacity_bytes=budgets.nvme_bytes,
+            min_free_bytes=budgets.nvme_min_free_bytes,
+            write_bytes_per_day=budgets.nvme_write_bytes_per_day,
+            codec=budgets.nvme_codec,
+            clock=clock,
+            progress=budgets.told("nvme"),
+        )
+    return StripedTier.open(
+        budgets.nvme_dirs,
+        layout=budgets.layout,
+        capacity_bytes=budgets.nvme_bytes,
+        min_free_bytes=budgets.nvme_min_free_bytes,
+        write_bytes_per_day=budgets.nvme_write_bytes_per_day,
+        codec=budgets.nvme_codec,
+        clock=clock,
+        progress=budgets.told("nvme"),
+    )
 
 
 async def _build(budgets: _Budgets) -> _Parts:
@@ -577,18 +619,9 @@ async def _build(budgets: _Budgets) -> _Parts:
         await opened(host)
         tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
         # Last, because it alone leaves something behind: whatever else is refused, is refused before.
-        nvme = None
-        if budgets.nvme_dir is not None:
-            nvme = NvmeTier.open(
-                budgets.nvme_dir,
-                layout=layout,
-                capacity_bytes=budgets.nvme_bytes,
-                min_free_bytes=budgets.nvme_min_free_bytes,
-                write_bytes_per_day=budgets.nvme_write_bytes_per_day,
-                codec=budgets.nvme_codec,
-                clock=clock,
-                progress=budgets.told("nvme"),
-            )
+        nvme: NvmeTier | StripedTier | None = None
+        if budgets.nvme_dirs:
+            nvme = _open_nvme(budgets, clock)
             await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(

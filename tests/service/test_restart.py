@@ -99,6 +99,35 @@ def test_a_codec_of_the_disk_changes_no_byte(tmp_path: Path) -> None:
         open_cache(tmp_path)
 
 
+def test_several_directories_are_one_tier_over_a_restart(tmp_path: Path) -> None:
+    def opened() -> HiCache:
+        return HiCache.open(
+            LAYOUT, device_bytes=16 * LAYOUT.page_bytes, host_bytes=32 * LAYOUT.page_bytes,
+            nvme_dir=[tmp_path / "one", tmp_path / "two"], nvme_bytes=256 * 2 * 49152,
+        )
+
+    with opened() as cache:
+        for document in range(4):
+            compute(cache, document, 150)
+            assert cache.persist(MODEL, prompt(document, 150)).num_tokens == 144
+        assert cache.flush(OTHER) == Flushed(0, is_durable=True)
+    assert all(any((tmp_path / name).iterdir()) for name in ("one", "two"))
+    with opened() as cache:
+        assert cache.recovery.pages == 36
+        for document in range(4):
+            assert compute(cache, document, 150) == 144
+
+
+@pytest.mark.parametrize("directories", [[], [""], ["store", "store"], ["store", "./store"], ["store"] * 65])
+def test_directories_that_cannot_be_are_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directories: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadRequest, match="nvme_dir"):
+        HiCache.open(LAYOUT, device_bytes=1 << 20, host_bytes=1 << 20, nvme_dir=directories, nvme_bytes=1 << 30)
+    assert not any(tmp_path.iterdir())
+
+
 def test_who_has_no_nvme_is_told(tmp_path: Path) -> None:
     with open_cache(tmp_path, nvme_pages=None) as cache:
         compute(cache, 1, 40)
