@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import BadRequest
-from hicache.movers import LaneSpeed
-from hicache.planner import Arrival, Choice, PageRange, Plan, Route, TierRun, arrival, plan
+from hicache.movers import Lane, LaneSpeed
+from hicache.planner import Arrival, Choice, PageRange, Plan, Route, TierRun, arrival, plan, routes_to
 from hicache.prefill import PrefillCurve
 from hicache.tier import DEVICE, HOST, NVME, TierId
+from tests.simulation import SimulatedHost, World, run_simulated
 
 PAGE = 64
 TOKEN_BYTES = 131_072
@@ -156,6 +157,26 @@ def test_pages_pass_two_lanes_at_once() -> None:
     # A slow bus waits for the first batch only.
     assert arrival({(lane("disk", page_s=0.25, batch_pages=4), lane("bus", page_s=1.0)): 40}).end_s == 1.0 + 40.0
     assert arrival({}) == Arrival(0.0, 0.0)
+
+
+def test_routes_are_those_of_the_lanes_and_their_queues() -> None:
+    async def main(world: World) -> None:
+        tiers = {
+            tier_id: SimulatedHost(tier_id, page_bytes=64, capacity_pages=64) for tier_id in (DEVICE, HOST, NVME)
+        }
+        pairs = ((DEVICE, HOST), (HOST, DEVICE), (HOST, NVME), (NVME, HOST))
+        lanes = [Lane(tiers[source], tiers[target], clock=world, batch_pages=4) for source, target in pairs]
+        routes = routes_to(DEVICE, lanes)
+        assert {tier: [hop.name for hop in route] for tier, route in routes.items()} == {
+            DEVICE: [],
+            HOST: ["host->device"],
+            NVME: ["nvme->host", "host->device"],
+        }
+        assert not any(hop.is_measured for route in routes.values() for hop in route)
+        assert routes_to(HOST, lanes[:1]).keys() == {HOST, DEVICE}
+        assert plan([TierRun(NVME, 3)], routes, CURVE, page_size=PAGE).choice is Choice.LOAD
+
+    run_simulated(main, 0)
 
 
 # -- beside every plan there is -------------------------------------------------------------------------------------
