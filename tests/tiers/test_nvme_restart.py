@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hicache.clock import ManualClock, SystemClock
 from hicache.errors import BadRequest, DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.tier import Outcome, PageIdentity, RecoveredRun, SupportsDurability
-from hicache.tiers.nvme import NvmeTier
+from hicache.tiers.nvme import NvmeTier, inspect_directory
 from hicache.tiers.nvme.budget import WriteBudget
 from hicache.tiers.nvme.directory import overhead_bytes
 from hicache.tiers.nvme.geometry import Geometry
@@ -625,6 +625,94 @@ def test_a_log_that_cannot_be_written_takes_the_tier_down_until_it_can(tmp_path:
             left = crash(tmp_path / "store", tmp_path / "left")
         async with small_tier(SMALL, 8, directory=left) as tier:
             await expect_recovered(tier, identities[:4])
+
+    run(main())
+
+
+def test_of_two_whole_logs_the_newer_is_made_sure_of_before_the_older_goes(tmp_path: Path) -> None:
+    """The older log could not be retired: both are whole, and the next start must not lose the newer's pages."""
+    identities = identity_chain(6)
+    logs: set[int] = set()
+    again: list[int] = []
+
+    class Files(FileIO):
+        retires = True
+
+        def open(self, name: str, flags: int, *, directory_fd: int | None = None) -> int:
+            fd = super().open(name, flags, directory_fd=directory_fd)
+            if name.endswith(".log"):
+                logs.add(fd)
+            return fd
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if fd in logs and offset == 0:
+                if not any(buffers[0]) and not self.retires:
+                    raise OSError(5, os.strerror(5))
+                again.append(sum(map(len, buffers)))
+            return super().pwritev(fd, buffers, offset)
+
+    async def main() -> None:
+        directory = tmp_path / "store"
+        async with small_tier(SMALL, 8, directory=directory, commit_interval_s=NEVER) as tier:
+            await keep(tier, identities[:2])
+        files = Files()
+        files.retires = False
+        async with small_tier(SMALL, 8, directory=directory, files=files, commit_interval_s=NEVER) as tier:
+            await keep(tier, identities[2:])
+            await synced(tier)
+            left = crash(directory, tmp_path / "left")
+        again.clear()
+        async with small_tier(SMALL, 8, directory=left, files=Files(), commit_interval_s=NEVER) as tier:
+            await expect_recovered(tier, identities)
+            assert [num_bytes > 4096 for num_bytes in again] == [True, False, False], "again, begun, retired"
+            assert not inspect_directory(left).problems
+            assert [log.number for log in inspect_directory(left).logs].count(0) == 1
+
+    run(main())
+
+
+def test_closing_does_not_wait_for_ever_for_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.tiers.nvme.store.CLOSE_TIMEOUT_S", 0.05)
+    files = HeldFiles("fdatasync")
+
+    async def main() -> None:
+        async with small_tier(SMALL, 8, directory=tmp_path / "store", files=files, commit_interval_s=NEVER) as tier:
+            files.hold()
+            await keep(tier, identity_chain(2))
+            waiting = asyncio.ensure_future(synced(tier))  # noqa: TID251 somebody waits while the tier is closed
+            await asyncio.to_thread(files.arrived.acquire)
+            await tier.close()
+            with pytest.raises(TierUnavailable, match="closed"):
+                await waiting
+            files.let_go()
+
+    run(main())
+
+
+# ---- one of several stores
+
+
+def test_a_store_that_is_not_whole_gives_its_pages_unlinked(tmp_path: Path) -> None:
+    identities = identity_chain(6)
+
+    async def main() -> None:
+        async with small_tier(SMALL, 8, directory=tmp_path / "store") as tier:
+            await keep(tier, identities[3:])
+        tier = NvmeTier.open(tmp_path / "store", layout=SMALL, capacity_bytes=1 << 20, is_whole=False)
+        tier.abandon()
+        async with small_tier(SMALL, 8, directory=tmp_path / "store", is_whole=False) as tier:
+            assert tier.recovered() == []
+            rows, digests, namespaces = tier.unconnected()
+            assert tier.num_free == 5
+            assert [row["tokens"].tobytes() for row in rows] == [identity.tokens for identity in identities[3:]]
+            assert {digest.tobytes() for digest in digests} == {identities[0].namespace}
+            assert list(namespaces.values()) == [(identities[0].namespace, RECORD)]
+            for slot, identity in zip(rows["slot"].tolist(), identities[3:], strict=True):
+                await expect_page(tier, slot, identity)
+            rows, digests, namespaces = tier.unconnected()
+            assert (rows.size, digests.size, namespaces) == (0, 0, {})
+        async with small_tier(SMALL, 8, directory=tmp_path / "store") as tier:
+            assert tier.recovery.dropped == {"orphan": 3}
 
     run(main())
 
