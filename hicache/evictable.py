@@ -85,7 +85,6 @@ class Evictable:
                     break
         return chosen
 
-
     def coldest(self) -> Iterator[Node]:
         """The droppable nodes, least recently used first; none without such an order."""
         return iter(()) if self.droppable is None else self.droppable.victims()

@@ -14,6 +14,7 @@ from hicache.lease import Hold, Move
 from hicache.node import TIER_MASK, Box, Node, child_nodes, slots_of, state_of
 from hicache.policy.base import EvictionPolicy
 from hicache.residency import IN_TIER, Residency
+from hicache.sortedchunks import ORDER_FROM
 from hicache.tier import chain_digest
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _check_residency(tree: "HiRadixTree", node: Node) -> None:
 
 
 def _check_order(node: Node) -> None:
+    assert node._order is not None or len(node._children or ()) < ORDER_FROM, "2: many siblings are not in order"
     if node._order is not None:
         assert list(node._order) == sorted(node._children or {}), "2: the order of siblings is not that of the children"
 

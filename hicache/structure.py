@@ -288,8 +288,6 @@ class Structure:
         node._slots = slots
         self._apply(node, index, Event.STORED)
         self._refresh(node)
-        if len(children) == 1:
-            self._refresh(parent)
         return node
 
     def split(self, node: Node, num_pages: int) -> tuple[Node, Node]:

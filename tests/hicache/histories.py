@@ -22,7 +22,6 @@ import numpy as np
 from hicache.errors import BadRequest, LeaseExpired, NoRoom, NotResident
 from hicache.layout import KVDtype, KVLayout
 from hicache.lease import Lease, Move, Pin
-from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
@@ -34,8 +33,10 @@ Tokens = tuple[int, ...]
 Path = tuple[int, tuple[Tokens, ...]]
 """Index of a namespace, and the tokens of each page from the root."""
 
-CAPACITY = 40
-"""Slots of each tier."""
+CAPACITY, WIDE_CAPACITY = 40, 200
+"""Slots of each tier; the second where one node gets many children."""
+NODE_BYTES, PLACE_BYTES, NAMESPACE_BYTES = 480, 100, 640
+"""The budget as this side understands it: what a node, a place in an order of eviction, and a namespace count for."""
 SHARING_WEIGHTS = (
     ("do_publish", 6), ("do_match", 8), ("do_read", 2), ("do_unpublish", 1), ("do_lease", 3), ("do_remove", 4),
 )  # fmt: skip
@@ -107,7 +108,7 @@ class Run:
 
     def num_bytes(self, page_size: int) -> int:
         copies = len(self.pages[0].copies)
-        return NODE_BYTES + (copies + 1) * ORDER_BYTES + len(self.pages) * 4 * (page_size + copies)
+        return NODE_BYTES + (copies + 1) * PLACE_BYTES + len(self.pages) * 4 * (page_size + copies)
 
 
 class History:
@@ -116,7 +117,8 @@ class History:
     def __init__(self, seed: int, make_tree: Callable[..., HiRadixTree] = HiRadixTree) -> None:
         self.random = random.Random(seed)
         pick = self.random
-        self.page_size = pick.choice([1, 2, 4, 16])
+        self.page_size = pick.choice([1, 2, 4, 16]) if pick.random() < 0.9 else pick.choice([3, 17, 64, 256])
+        self.is_wide = pick.random() < 0.04
         self.tiers: tuple[TierId, ...] = pick.choice(
             [(HOST,), (HOST, NVME), (DEVICE, HOST, NVME), (DEVICE, HOST, NVME), (DEVICE, HOST, NVME)]
         )
@@ -129,13 +131,14 @@ class History:
             Namespace(model="m", layout=layout, tenant=tenant, salt=salt)
             for tenant, salt in [("a", b""), ("b", b""), ("a", b"s"), ("c", b"")][: pick.choice(num_namespaces)]
         ]
-        self.budget = pick.choice([None, None, None, 3_000, 6_000, 12_000])
+        self.budget = pick.choice([None, None, None, 3_000, 6_000, 12_000]) if not self.is_wide else None
         self.tree = make_tree(page_size=self.page_size, tiers=self.tiers, metadata_bytes=self.budget)
         self.variants = self._page_variants()
-        self.max_pages = pick.choice([3, 6, 12])
+        self.max_pages = pick.choice([3, 6, 12]) if pick.random() < 0.95 else 30
+        self.capacity = WIDE_CAPACITY if self.is_wide else CAPACITY
         self.pages: dict[Path, Page] = {}
         self.published: dict[Path, ModelPublication] = {}
-        self.free = {tier: list(range(CAPACITY)) for tier in self.tiers}
+        self.free = {tier: list(range(self.capacity)) for tier in self.tiers}
         self.leases: list[ModelLease] = []
         self.ended: list[Lease] = []
         self.pins: list[ModelHold] = []
@@ -154,6 +157,7 @@ class History:
         else:
             for name in ("do_publish", "do_unpublish", "do_read"):
                 weights[names.index(name)] = 0
+        weights[names.index("do_widen")] = 2 if self.is_wide else 0
         if pick.random() < 0.5:
             weights[names.index("do_report")] = weights[names.index("do_drop_instance")] = 0
         self.steps: list[Callable[[], None]] = [getattr(self, name) for name in names]
@@ -198,7 +202,7 @@ class History:
         assert self.tree.metadata_bytes == self.tree.aside_bytes == 0
         for tier in self.tiers:
             assert self.tree.occupancy(tier).total == 0
-            assert sorted(self.free[tier]) == list(range(CAPACITY)), "a slot was lost or is free twice"
+            assert sorted(self.free[tier]) == list(range(self.capacity)), "a slot was lost or is free twice"
 
     # -- the dictionary's side ----------------------------------------------------------------------------------------
 
@@ -357,7 +361,7 @@ class History:
             for state, counted in zip((RESIDENT, ARRIVING, CONDEMNED), self.tree.occupancy(tier), strict=True):
                 assert counted == sum(page.copies.get(tier, ("",))[0] == state for page in everything)
             held = sum(tier in page.copies for page in everything)
-            assert held + len(self.free[tier]) == CAPACITY, "slots are not conserved"
+            assert held + len(self.free[tier]) == self.capacity, "slots are not conserved"
 
     def _departed(self) -> list[Page]:
         """Removed pages with copies that something still uses."""
@@ -434,6 +438,24 @@ class History:
         if slots is None:
             self.do_make_room()
             return
+        self._insert(space, pages, tier, slots, first)
+
+    def do_widen(self) -> None:
+        """Many pages side by side, which share more or less of their tokens."""
+        space, pages = self.any_path()
+        pages = pages[: self.random.randint(0, 1)]
+        if len(self._line((space, pages))) < len(pages):
+            return
+        base, size = self.variants[0], self.page_size
+        for number in range(self.random.choice([20, 80])):
+            cut = self.random.randrange(size)
+            page = base[:cut] + tuple([1000 + number] * (size - cut))
+            slots = self.take_slots(self.tiers[0], 1)
+            if slots is None:
+                return
+            self._insert(space, (*pages, page), self.tiers[0], slots, len(pages))
+
+    def _insert(self, space: int, pages: tuple[Tokens, ...], tier: TierId, slots: list[int], first: int) -> None:
         runs, size = self._runs(), self.tree.metadata_bytes
         before = None if self.budget is None else self.view()
         try:
@@ -486,8 +508,8 @@ class History:
 
     def _most_growth(self, num_pages: int) -> int:
         """More bytes than an insert of so many pages can need."""
-        node = NODE_BYTES + (len(self.tiers) + 1) * ORDER_BYTES
-        return ROOT_BYTES + 3 * node + num_pages * (4 * self.page_size + 4 + ORDER_BYTES)
+        node = NODE_BYTES + (len(self.tiers) + 1) * PLACE_BYTES
+        return NAMESPACE_BYTES + 3 * node + num_pages * (4 * self.page_size + 4 + PLACE_BYTES)
 
     def _check_refusal(self, runs: list[Run], path: Path, size: int) -> None:
         """Even without everything that may leave, there would have been no room."""

@@ -18,6 +18,7 @@ from hicache.residency import Residency
 from hicache.results import Match
 from hicache.sortedchunks import CHUNK, ORDER_FROM, SortedChunks
 from hicache.tier import DEVICE, HOST, NVME, chain_digest
+from hicache.tokens import pack_slots
 from hicache.tree import HiRadixTree
 from tests.hicache.trees import World, make_namespace, sequence
 
@@ -553,3 +554,58 @@ def test_namespaces_share_nothing() -> None:
     assert world.tree.flush(tenant="other").freed[HOST].tolist() == [90, 91]
     assert world.matched(tokens) == 8
     world.tree.check_integrity()
+
+
+@pytest.mark.parametrize(("first", "then", "num_nodes"), [(4, 2, 2), (3, 2, 1), (4, 3, 1), (2, 1, 2), (1, 1, 1)])
+def test_runs_are_joined_while_the_upper_one_is_less_than_twice_as_long(first: int, then: int, num_nodes: int) -> None:
+    """Exactly twice as long is not joined: only so is a token copied O(log n) times."""
+    world = World()
+    tokens = sequence(1, 4 * (first + then))
+    world.insert(tokens[: 4 * first])
+    world.insert(tokens, first_page=first)
+    assert world.tree.num_nodes == num_nodes
+    assert world.matched(tokens) == len(tokens)
+
+
+def test_runs_that_a_move_made_alike_are_joined_when_it_ends() -> None:
+    world = World()
+    tokens = sequence(1, 16)
+    world.insert(tokens)
+    world.insert(tokens[:8], NVME)
+    upper, lower = world.tree.match(world.namespace, tokens).nodes
+    move = world.tree.start_move(lower, source=HOST, target=NVME, slots=[70, 71])
+    assert world.tree.num_nodes == 2
+    finished = world.tree.finish_move(move, [True, True])
+    assert finished.nodes == (lower,)
+    assert (lower.num_pages, upper.is_live, world.tree.num_nodes) == (4, False, 1)
+    assert lower.slots(NVME).tolist() == [0, 1, 70, 71]
+    world.tree.check_integrity()
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 66, 1000])
+def test_slots_are_checked_however_many_they_are(count: int) -> None:
+    ascending = np.arange(count, dtype=np.int32)
+    for good in (ascending, ascending[::-1], ascending + (2**31 - 1 - count), np.roll(ascending, 7)):
+        assert pack_slots(good, count).tolist() == good.tolist()
+    for at in (0, 1, count // 2, count - 1):
+        twice, negative = ascending.copy(), ascending.copy()
+        twice[at] = twice[at - 1]
+        negative[at] = -1
+        for slots, problem in ((twice, "the same slot"), (twice[::-1], "the same slot"), (negative, "-1 is below 0")):
+            with pytest.raises(BadRequest, match=f"slots: {problem}"):
+                pack_slots(slots, count)
+    with pytest.raises(BadRequest, match="slots: -1 is below 0"):
+        pack_slots(ascending - 1, count)
+    with pytest.raises(BadRequest, match=f"slots: {count} slots do not match {count + 1} pages"):
+        pack_slots(ascending, count + 1)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
+def test_ids_of_other_integer_types_are_within_the_same_bounds(dtype: type) -> None:
+    top: Any = np.array([0, 2**31 - 1], dtype)
+    assert tree.pack_tokens(top).tolist() == [0, 2**31 - 1]
+    with pytest.raises(BadRequest, match="id 2147483648 is not within 0 to 2147483647"):
+        tree.pack_tokens(top + np.array([0, 1], dtype))
+    if dtype is np.int64:
+        with pytest.raises(BadRequest, match="id -1 is not within"):
+            tree.pack_tokens(top - np.array([1, 0], dtype))

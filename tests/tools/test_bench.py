@@ -16,6 +16,7 @@ TREE_ROWS = {
     "match_4k_p64", "insert_4k_p64", "match_128k_p64", "insert_128k_p64", "match_128k_200_nodes_p16",
     "match_short_100k_p64", "insert_short_100k_p64", "partial_miss_100k_siblings", "victim_100k", "bytes_per_node",
     "match_128k_after_probes", "match_128k_after_2000_inserts", "match_1m_vs_1k", "array_equal_131k", "gc_pause_1m",
+    "match_4k_p1_vs_p16", "match_short_100k_p16", "match_short_20k_p1", "match_short_1m_p64", "insert_short_1m_p64",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ Loads, as in the published figures that `hicache/BENCH.md` compares with:
 
     a  1,000 sequences of 4k tokens that share 2k
     b  64 sequences of 128k tokens that share 100k
-    c  100,000 sequences of 128 tokens: 1,000 groups share 64
+    c  100,000 and a million sequences of 128 tokens: 1,000 groups share 64
     d  eviction on the tree of c, one leaf at a time
     g  one sequence of 128k tokens, then 2,000 that diverge from it at random points
 
@@ -84,9 +84,12 @@ def run(report: Report, scale: Scale) -> None:
                 goals=(50.0, 100.0))  # fmt: skip
     _array_equal(report, scale, rng)
     _many_nodes(report, scale, rng)
-    tree, namespace, sequences = _short(report, scale, rng)
+    _page_sizes(report, scale, rng)
+    for page_size in (1, 16):
+        _short(report, scale, rng, page_size)
+    tree = _short(report, scale, rng, PAGE)
     _victims(report, scale, tree)
-    del tree, namespace, sequences
+    del tree
     _siblings(report, scale, rng)
     _fragmented(report, scale, rng)
     _million(report, scale)
@@ -167,27 +170,46 @@ def _many_nodes(report: Report, scale: Scale, rng: np.random.Generator) -> None:
     report(Row("match_128k_200_nodes_p16", ours, "µs", Baseline("numpy.array_equal", theirs), theirs))
 
 
-def _short(
-    report: Report, scale: Scale, rng: np.random.Generator
-) -> tuple[HiRadixTree, Namespace, list[Tokens]]:
-    """Load c."""
-    tree, pages, namespace = _tree(PAGE), Pages(PAGE), _namespace(PAGE)
+def _page_sizes(report: Report, scale: Scale, rng: np.random.Generator) -> None:
+    """Sequences of 4k random tokens in pages of 1 and of 16."""
+    sequences = [_tokens(rng, 4096) for _ in range(scale.of(300))]
+    matches = []
+    for page_size in (1, 16):
+        tree, namespace, num_pages = _tree(page_size), _namespace(page_size), 4096 // page_size
+        for index, tokens in enumerate(sequences):
+            slots = np.arange(index * num_pages, (index + 1) * num_pages, dtype=np.int32)
+            tree.insert(namespace, tokens, tier=DEVICE, slots=slots, now=0.0)
+        matches.append([_match(tree, namespace, tokens) for _ in range(scale.repeats) for tokens in sequences])
+    ones, sixteens = alternated_us(*matches)
+    report(Row("match_4k_p1_vs_p16", ones, "µs", Baseline("pages of 16", sixteens), None, 2.0, goal_is_ratio=True))
+
+
+def _short(report: Report, scale: Scale, rng: np.random.Generator, page_size: int) -> HiRadixTree:
+    """Load c, of 100,000 sequences."""
+    tree, pages, namespace = _tree(page_size), Pages(page_size), _namespace(page_size)
     heads = [_tokens(rng, PAGE) for _ in range(scale.of(1000))]
-    sequences = [np.concatenate([heads[i % len(heads)], _tokens(rng, PAGE)]) for i in range(scale.of(100_000))]
-    slots = [np.arange(2 * i, 2 * i + 2, dtype=np.int32) for i in range(len(sequences))]
+    # A dictionary for each page of one token is more than the machine may have.
+    count = scale.of(100_000 if page_size > 1 else 20_000)
+    sequences = [np.concatenate([heads[i % len(heads)], _tokens(rng, PAGE)]) for i in range(count)]
+    size = len(sequences[0]) // page_size
+    slots = [np.arange(size * i, size * i + size, dtype=np.int32) for i in range(len(sequences))]
     ours, theirs = alternated_us(
         [_insert(tree, namespace, s, v) for s, v in zip(sequences, slots, strict=True)],
         [partial(pages.insert, s) for s in sequences],
     )
-    plain_insert = Baseline("dictionary of pages", theirs)
-    insert = Row("insert_short_100k_p64", ours, "µs", plain_insert, None, 12.0)
+    goals = (5.0, 12.0) if page_size == PAGE else (None, None)
+    load = f"short_{'100k' if page_size > 1 else '20k'}_p{page_size}"
+    insert = Row(f"insert_{load}", ours, "µs", Baseline("dictionary of pages", theirs), None, goals[1])
     sample = [sequences[i] for i in rng.permutation(len(sequences))[:20_000]]
-    ours, theirs = alternated_us(
-        [_match(tree, namespace, s) for s in sample], [partial(pages.match, s) for s in sample]
+    copies = [tokens.copy() for tokens in sample]
+    ours, theirs, equal = alternated_us(
+        [_match(tree, namespace, s) for s in sample],
+        [partial(pages.match, s) for s in sample],
+        [partial(np.array_equal, s, c) for s, c in zip(sample, copies, strict=True)],
     )
-    report(Row("match_short_100k_p64", ours, "µs", Baseline("dictionary of pages", theirs), None, 5.0))
+    report(Row(f"match_{load}", ours, "µs", Baseline("dictionary of pages", theirs), equal, goals[0]))
     report(insert)
-    return tree, namespace, sequences
+    return tree
 
 
 def _victims(report: Report, scale: Scale, tree: HiRadixTree) -> None:
@@ -265,23 +287,35 @@ def _million(report: Report, scale: Scale) -> None:
     found = json.loads(output)
     small = Baseline("the same in 1,000 nodes", found["match_1k_us"])
     report(Row("match_1m_vs_1k", found["match_us"], "µs", small, None, 2.0, goal_is_ratio=True))
+    plain = Baseline("numpy.array_equal", found["array_equal_us"])
+    report(Row("match_short_1m_p64", found["match_us"], "µs", plain, found["array_equal_us"], 5.0))
+    report(Row("insert_short_1m_p64", found["insert_us"], "µs", None, None, 12.0))
     report(Row("victim_1m", found["victim_us"], "µs", None, None, 15.0))
     report(Row("bytes_per_node", found["bytes_per_node"], "bytes", None, None, 800.0))
     report(Row("gc_pause_1m", found["gc_pause_ms"], "ms", Baseline("with 1,000 nodes", found["gc_1k_ms"]), None, 5.0))
 
 
 def measure_large(num_nodes: int) -> dict[str, float]:
-    """The rows of a tree of `num_nodes` nodes, one page of 64 tokens each. Run alone in a process."""
+    """The rows of load c of so many sequences, in pages of 64 tokens: two for each. Run alone in a process."""
     # What imports left is not the tree's: a process that is to answer for long sets it aside once, as this one does.
     # Otherwise a full collection visits some ten thousand objects of modules each time, 5 ms of them.
     gc.collect()
     gc.freeze()
     rng = np.random.default_rng(2)
     namespace = _namespace(PAGE)
+    heads = [_tokens(rng, PAGE) for _ in range(min(1000, num_nodes // 100))]
+
+    def sequence(index: int) -> Tokens:
+        return np.concatenate([heads[index % len(heads)], _tokens(rng, PAGE)])
+
+    def insert(tree: HiRadixTree, index: int, tokens: Tokens) -> None:
+        slots = np.array([2 * index, 2 * index + 1], np.int32)
+        tree.insert(namespace, tokens, tier=DEVICE, slots=slots, now=float(index))
+
     small = _tree(PAGE)
-    few = [_tokens(rng, PAGE) for _ in range(1000)]
+    few = [sequence(10 * index) for index in range(1000)]
     for index, tokens in enumerate(few):
-        small.insert(namespace, tokens, tier=DEVICE, slots=np.array([index], np.int32), now=float(index))
+        insert(small, index, tokens)
     match_small = median_us([_match(small, namespace, tokens) for _ in range(5) for tokens in few])
     gc_small = _longest_pause_ms(small, namespace, few)
     gc.collect()
@@ -291,25 +325,32 @@ def measure_large(num_nodes: int) -> dict[str, float]:
     tree = _tree(PAGE)
     before = _resident_bytes()
     for index in range(num_nodes):
-        tokens = rng.integers(0, VOCABULARY, PAGE, dtype=np.int32)
+        tokens = sequence(index)
         if index % sample_of == 0:
             sample.append(tokens.copy())
-        tree.insert(namespace, tokens, tier=DEVICE, slots=np.array([index], np.int32), now=float(index))
+        insert(tree, index, tokens)
     gc.collect()
     grown = _resident_bytes() - before - sum(tokens.nbytes for tokens in sample)
-    assert tree.num_nodes == num_nodes
+    assert tree.num_nodes == num_nodes + len(heads)
 
     def evict_one() -> None:
         (victim,) = tree.victims(DEVICE, 1, float(num_nodes))
         tree.evict(victim, DEVICE)
 
-    match_large = median_us([_match(tree, namespace, tokens) for _ in range(3) for tokens in sample])
+    copies = [tokens.copy() for tokens in sample]
+    match_large, equal = alternated_us(
+        [_match(tree, namespace, tokens) for _ in range(3) for tokens in sample],
+        [partial(np.array_equal, a, b) for _ in range(3) for a, b in zip(sample, copies, strict=True)],
+    )
+    further = [(num_nodes + index, sequence(num_nodes + index)) for index in range(2000)]
     gc_pause = _longest_pause_ms(tree, namespace, sample)
     return {
         "match_1k_us": match_small,
         "match_us": match_large,
+        "array_equal_us": equal,
+        "insert_us": median_us([partial(insert, tree, index, tokens) for index, tokens in further]),
         "victim_us": median_us([evict_one] * min(1000, num_nodes // 2)),
-        "bytes_per_node": grown / num_nodes - 4 * PAGE - 4,
+        "bytes_per_node": grown / (num_nodes + len(heads)) - 4 * PAGE - 4,
         "gc_pause_ms": gc_pause,
         "gc_1k_ms": gc_small,
     }
