@@ -138,40 +138,47 @@ READS = frozenset({"preadv", "stat", "fstat", "listdir", "statvfs", "set_direct"
 """Calls that leave the disk as it was: the end in one of them is, for the disk, the end in the next that does not."""
 
 
-def every_call(fail: Fail, *, num_runs: int | None = None) -> None:
-    """One run for each call that the failure can strike, or so many, evenly spread."""
+PARTS = 4
+"""A complete loop is cut into so many tests, so that each stays within its time limit on a busy machine too."""
+
+
+def every_call(fail: Fail, *, first: int, step: int | None = None) -> None:
+    """One run for each call that the failure can strike and that is counted: from the `first` on every `step`-th, or
+    about twelve of them."""
     profile = profile_of(fail)
-    chosen = [at for at, name in calls_of(profile) if name in CAN_FAIL.get(fail, {name})]
-    chosen = chosen if num_runs is None else chosen[3 :: len(chosen) // num_runs]
+    able = [at for at, name in calls_of(profile) if name in CAN_FAIL.get(fail, {name})]
+    chosen = able[first :: step or len(able) // 12]
     struck = sum(bool(scripted(profile, fail, at).disk.num_faults) for at in chosen)
-    # Transfers of less than a sector, and reads of nothing, cannot be cut in parts; no read finds the disk full.
+    # Transfers of less than a sector, and reads of nothing, cannot be cut in parts.
     assert struck >= len(chosen) // 2, f"of {len(chosen)} calls only {struck} failed"
 
 
-def every_end(*, cut: bool, step: int = 1, start: int = 0) -> None:
-    """One run for each call that changes the disk, or for a share of them, in which the power or the process ends."""
-    for at in [at for at, name in calls_of(HONEST) if name not in READS][start::step]:
+def every_end(*, cut: bool, first: int, step: int) -> None:
+    """One run for each call that changes the disk, counted so, in which the power or the process ends."""
+    for at in [at for at, name in calls_of(HONEST) if name not in READS][first::step]:
         ended(at, cut=cut)
 
 
 @pytest.mark.parametrize("fail", Fail)
 def test_some_calls_fail_once(fail: Fail) -> None:
     """A share of the complete loop below."""
-    every_call(fail, num_runs=12)
+    every_call(fail, first=3)
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_end_comes_in_some_calls(cut: bool) -> None:
-    every_end(cut=cut, step=23, start=11 * cut)
+    every_end(cut=cut, first=11 * cut, step=23)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("fail", Fail)
-def test_every_call_fails_once(fail: Fail) -> None:
-    every_call(fail)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_call_fails_once(fail: Fail, part: int) -> None:
+    every_call(fail, first=part, step=PARTS)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("cut", [False, True])
-def test_the_end_comes_in_every_call(cut: bool) -> None:
-    every_end(cut=cut)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_end_comes_in_every_call(cut: bool, part: int) -> None:
+    every_end(cut=cut, first=part, step=PARTS)

@@ -364,9 +364,10 @@ class SimulatedDisk(FileIO):
 
     def close(self, fd: int) -> None:
         with self._lock:
-            self._end(self._begin("close", fd))
+            # As Linux does it: the descriptor is gone, whatever the call says.
             self._opened(fd)
             self._release(fd)
+            self._end(self._begin("close", fd))
 
     def fstat(self, fd: int) -> os.stat_result:
         with self._lock:
