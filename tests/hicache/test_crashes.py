@@ -96,7 +96,7 @@ class History:
             self.is_flushed = False
             await self.request(FLUSHED)
             await self.world.pause(0.005)
-            assert self.setup.cache.flush(FLUSHED) == 0
+            assert await self.setup.cache.flush_in_steps(FLUSHED) == 0
             self.crash()
             self.is_flushed = await self.setup.cache.settle(deadline=self.world.monotonic() + 10)
             self.crash()
