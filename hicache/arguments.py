@@ -30,6 +30,8 @@ def whole(field: str, value: object, low: int, high: int | None = None) -> int:
 
 def moment(field: str, value: object) -> float:
     """`value` as a time in seconds, a finite number."""
+    if type(value) is float and isfinite(value):  # almost always
+        return value
     return real(field, value, " of seconds")
 
 

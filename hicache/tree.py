@@ -203,7 +203,8 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         first_page: int = 0,
         now: float,
     ) -> Inserted:
-        """Publish pages: `tokens` are whole pages from the root, `slots` those of pages `first_page` and on.
+        """Publish pages: `tokens` are whole pages from the root, `slots` those of pages `first_page` and on, none of
+        them another page's in that tier: the tree takes the caller's word for it.
 
         Pages before `first_page` must be in the tree. A new page becomes resident in `tier`; a known one that is absent
         there gets the slot as a further copy; of one that is there already (or arriving, or still being removed) the

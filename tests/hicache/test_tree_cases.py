@@ -8,10 +8,11 @@ import random
 
 import pytest
 
-from hicache.errors import BadRequest, LeaseExpired
+from hicache.errors import BadRequest, LeaseExpired, NoRoom
 from hicache.node import Node
 from hicache.residency import Residency
 from hicache.tier import DEVICE, HOST, NVME, TierId
+from hicache.tree import HiRadixTree
 from tests.hicache.trees import World, make_namespace, sequence
 
 
@@ -376,6 +377,77 @@ def test_c20_cancelled_moves_give_their_slots_back() -> None:
         node = world.tree.match(world.namespace, sequence(number, 256)).nodes[-1]
         demote(world, node, NVME, HOST)
     assert world.tree.occupancy(HOST).resident == 512
+
+
+def test_c19_abandoned_pages_are_free_at_once_and_never_seen() -> None:
+    """A writer reserves four pages, fills two, and is gone: whoever comes next puts all of it."""
+    world = World(page_size=16)
+    tokens = sequence(1, 64)
+    node = world.insert(tokens).node
+    move = world.tree.start_move(node, source=HOST, target=NVME, slots=[90, 91, 92, 93])
+    assert world.tree.occupancy(NVME).resident == 0, "nothing is visible before it is written"
+    finished = world.tree.finish_move(move, [True, True, False, False])
+    assert finished.freed[NVME].tolist() == [92, 93]
+    assert world.tree.occupancy(NVME).total == 2
+    world.tree.check_integrity()
+    # Slots that were reserved and never given to the tree are none of its business: another may put the same pages.
+    inserted = world.insert(tokens, NVME)
+    assert (inserted.num_stored, len(inserted.duplicates)) == (2, 2)
+    assert world.matched(tokens) == 64
+    for number in range(50):
+        prompt = sequence(100 + number, 64)
+        node = world.insert(prompt).node
+        move = world.tree.start_move(node, source=HOST, target=DEVICE, slots=range(100, 104))
+        assert world.tree.finish_move(move, [False] * 4).freed[DEVICE].tolist() == [100, 101, 102, 103]
+    assert world.tree.occupancy(DEVICE).total == 0
+    world.tree.check_integrity()
+
+
+def test_c20_of_two_identical_pending_puts_one_may_be_cancelled() -> None:
+    world = World(page_size=16)
+    tokens = sequence(1, 64)
+    node = world.insert(tokens).node
+    first = world.tree.start_move(node, source=HOST, target=NVME, slots=[0, 1, 2, 3])
+    before = world.digest()
+    with pytest.raises(BadRequest, match="target: nvme already has, or awaits, a copy of the node"):
+        world.tree.start_move(node, source=HOST, target=NVME, slots=[4, 5, 6, 7])
+    assert world.digest() == before, "the second put keeps its slots"
+    assert world.tree.finish_move(first, [False] * 4).freed[NVME].tolist() == [0, 1, 2, 3]
+    again = world.tree.start_move(node, source=HOST, target=NVME, slots=[4, 5, 6, 7])
+    # A tail comes while the put of what is before it is still pending; that one is cancelled, the tail's is not.
+    longer = [*tokens, *sequence(2, 32)]
+    tail = world.insert(longer, first_page=4).node
+    assert tail is not node
+    behind = world.tree.start_move(tail, source=HOST, target=NVME, slots=[8, 9])
+    assert world.tree.finish_move(again, [False] * 4).freed[NVME].tolist() == [4, 5, 6, 7]
+    assert world.tree.finish_move(behind, [True, True]).nodes == (tail,)
+    world.tree.check_integrity()
+    retried = world.tree.start_move(node, source=HOST, target=NVME, slots=[0, 1, 2, 3])
+    world.tree.finish_move(retried, [True] * 4)
+    assert world.matched(longer) == 96
+    slots = [slot for step in world.tree.match(world.namespace, longer).nodes for slot in step.slots(NVME).tolist()]
+    assert slots == [0, 1, 2, 3, 8, 9]
+
+
+def test_c23_what_is_larger_than_the_budget_is_refused_and_throws_nothing_out() -> None:
+    world = World(page_size=16, tiers=(HOST,))
+    world.tree = HiRadixTree(page_size=16, tiers=(HOST,), metadata_bytes=8_000)
+    for number in range(5):
+        world.insert(sequence(number, 16))
+    before = world.digest()
+    with pytest.raises(NoRoom, match="metadata"):
+        world.insert(sequence(50, 16 * 200))
+    assert world.digest() == before
+    for number in range(100):
+        num_pages = (7, 9, 400)[number % 3]
+        try:
+            inserted = world.insert(sequence(100 + number, 16 * num_pages))
+        except NoRoom:
+            assert num_pages == 400
+        else:
+            assert (inserted.num_stored, num_pages < 10) == (num_pages, True), "the count accepted is told"
+        assert world.tree.metadata_bytes <= 8_000
+    assert world.tree.num_nodes > 5
 
 
 def test_c27_a_flush_clears_what_is_under_way_and_names_what_it_could_not_clear() -> None:
