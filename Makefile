@@ -52,7 +52,7 @@ bench: $(READY) ## run the demo and keep its figures in bench.json
 	$(BIN)/hicache demo --json bench.json $(DEMO_ARGS)
 
 .PHONY: soak
-soak: $(READY) ## run the random tests with many more and ever new examples (an hour or more)
+soak: $(READY) ## run the random tests with many more and ever new examples (three hours and more)
 	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200 -o faulthandler_timeout=7260
 
 .PHONY: clean
