@@ -21,6 +21,7 @@ from typing import Any, Final, Self, TypeVar
 
 import numpy.typing as npt
 import torch
+from aiofiles.os import wrap
 from torch import Tensor
 
 from hicache import sequence as core
@@ -621,7 +622,8 @@ async def _build(budgets: _Budgets) -> _Parts:
         # Last, because it alone leaves something behind: whatever else is refused, is refused before.
         nvme: NvmeTier | StripedTier | None = None
         if budgets.nvme_dirs:
-            nvme = _open_nvme(budgets, clock)
+            # Manifest, checkpoint and journal are read by a thread: the loop stays free for what watches the start.
+            nvme = await wrap(_open_nvme)(budgets, clock)
             await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(
