@@ -20,7 +20,7 @@ def test_every_program_stands_with_its_output() -> None:
     assert len(EXAMPLES) == README.count("```python") >= 2
 
 
-@pytest.mark.parametrize(("program", "output"), EXAMPLES, ids=["transformers", "own engine"])
+@pytest.mark.parametrize(("program", "output"), EXAMPLES, ids=["transformers", "own engine", "restart"])
 def test_the_programs_print_what_stands_below_them(program: str, output: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     run = subprocess.run(
