@@ -420,14 +420,18 @@ class Structure:
             self._reports.leave(node)
         in_tier = (node._states | node._states >> ARRIVING_SHIFT) & TIER_MASK
         for index in range(in_tier.bit_length()):
-            if in_tier >> index & 1:
+            if not in_tier >> index & 1:
+                continue
+            if node._holds and is_held(node._holds, index):
                 self._apply(node, index, Event.REMOVED)
+            else:
+                self._free_slots(node, index, freed)
+                self._apply(node, index, Event.REMOVED, Event.RELEASED)
         self._refresh(node)
         node._parent = node._children = None
         del siblings[node._key]
         if parent._order is not None:
             parent._order.remove(node._key)
-        self._release_condemned(node, freed)
         if node._states:
             self._limbo.add(node)
         self._num_nodes -= 1
@@ -437,18 +441,20 @@ class Structure:
             return
         if not siblings:
             parent._children = parent._order = None
+            self._refresh(parent)
         elif len(siblings) >= ORDER_FROM and sys.getsizeof(siblings) > SPARSE_BYTES * len(siblings):
             # Dictionaries do not shrink by themselves. Most children of a large one have left: keep a small one.
             parent._children = dict(siblings)
             untrack(parent._children)
-        self._refresh(parent)
 
     # -- residency and slots ------------------------------------------------------------------------------------------
 
-    def _apply(self, node: Node, index: int, event: Event) -> None:
-        """The one place where a residency changes: by the table, with the counts that follow from it."""
-        before = state_of(node._states, index)
-        state = after(before, event)
+    def _apply(self, node: Node, index: int, *events: Event) -> None:
+        """The one place where a residency changes: by the table, with the counts that follow from it. Several events
+        are one after the other, with nothing in between."""
+        before = state = state_of(node._states, index)
+        for event in events:
+            state = after(state, event)
         node._states = with_state(node._states, index, state)
         pages = self._pages[index]
         pages[before] -= node._num_pages
