@@ -213,8 +213,13 @@ class DeviceLayerWrites:
             raise BadRequest("layer", f"{layer} is not within 0 to {tier.num_layers - 1}")
         if tier._closed:
             return self._ended([], [])
-        accepted, copy = self._accepted(), partial(tier._copier.copy_layer_in, layer)
-        return self._ended(accepted, tier._start_copy(copy, [self._buffers[index] for index in accepted]))
+        accepted = self._accepted()
+        parts = tier._start_copy(
+            partial(tier._copier.copy_layer_in, layer),
+            [self._buffers[index] for index in accepted],
+            item_bytes=tier.layout.layer_bytes(0),
+        )
+        return self._ended(accepted, parts)
 
     def close(self) -> None:
         self._stack.close()

@@ -223,15 +223,15 @@ class MemoryTier(ABC):
     async def _copy(self, copy: Callable[[Sequence[_Item]], None], pages: Sequence[_Item]) -> list[bool]:
         """Run `copy` over all pages, split among the threads; whether each was copied. Returns, even when cancelled,
         only after every thread has ended its part: until then buffers and slots are in use."""
-        return await self._copied(self._start_copy(copy, pages))
+        return await self._copied(self._start_copy(copy, pages, item_bytes=self._page_bytes))
 
     def _start_copy(
-        self, copy: Callable[[Sequence[_Item]], None], pages: Sequence[_Item]
+        self, copy: Callable[[Sequence[_Item]], None], pages: Sequence[_Item], *, item_bytes: int
     ) -> list[asyncio.Future[list[bool]]]:
-        """Hand pages to the threads. Whoever calls it waits for `_copied`."""
+        """Hand pages, or parts of pages, of so many bytes each to the threads. Whoever calls it waits for `_copied`."""
         if not pages:
             return []
-        by_size = -(-len(pages) * self._page_bytes // self._chunk_bytes)
+        by_size = -(-len(pages) * item_bytes // self._chunk_bytes)
         num_parts = min(self._num_threads, len(pages), by_size)
         borders = [len(pages) * part // num_parts for part in range(num_parts + 1)]
         loop = asyncio.get_running_loop()
