@@ -22,8 +22,7 @@ from hicache.tier import Outcome
 from hicache.tiers.nvme.io import FileIO
 from tests.cases.client import Client, P, opened, sequence
 from tests.faults.oracle import Oracle, Page
-from tests.faults.store import open_store
-from tests.faults.test_damage import read_pages, write_path
+from tests.faults.store import open_store, read_pages, write_path
 
 NUM_RECORDS = 20
 NUM_SLOTS = 32

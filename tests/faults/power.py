@@ -30,6 +30,8 @@ SHAPE: Final = PageShape((1500, 1000, 500), PAGE_SIZE)
 NUM_PAGES: Final = 14
 SLOTS_PER_SEGMENT: Final = 4
 STORE: Final = "/disk/store"
+STEPS: Final = 300
+"""Steps of a run, in the programme."""
 SYNC_S: Final = 60.0
 """Virtual seconds that a sync may take."""
 OPENING_TRIES: Final = 6

@@ -8,22 +8,23 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+import crc32c
 import numpy as np
 import pytest
 
 from hicache.errors import TierUnavailable
-from hicache.tier import Outcome, PageRead
+from hicache.tier import Outcome
 from hicache.tiers.nvme import NvmeTier
+from hicache.tiers.nvme.geometry import PageShape
 from tests.faults.damage import add_foreign, damage, foreign_is_untouched
-from tests.faults.oracle import Life, Oracle, Page
-from tests.faults.store import NUM_PAGES, SHAPE, open_store
+from tests.faults.oracle import Oracle, Page
+from tests.faults.store import NUM_PAGES, SHAPE, open_store, read_pages, snapshot, write_path
 from tests.simulation import seeds
-from tests.stamps import stamp
-from tests.tiers.contract import GUARD, run, write_of
+from tests.tiers.contract import run
 
 START_S: Final = 10.0
 """A start ends within this, also on a busy machine; it takes some milliseconds."""
@@ -60,33 +61,6 @@ class Stored:
                 await write_path(self.oracle, tier, 2)
             await tier.sync(tier.accepted, deadline=time.monotonic() + 30)
             shutil.copytree(self.clean, self.crashed)
-
-
-async def write_path(oracle: Oracle, tier: NvmeTier, num_pages: int) -> list[Page]:
-    """Write at most so many new pages, each below the one before."""
-    path = oracle.new_path(num_pages)
-    slots = tier.allocate(len(path)).tolist()
-    pages = [write_of(tier, slot, page.identity) for slot, page in zip(slots, path, strict=True)]
-    assert await tier.write(pages) == [Outcome.OK] * len(path)
-    for page, slot in zip(path, slots, strict=True):
-        page.lives.append(Life(slot, tier.generation(slot), written=tier.accepted))
-    return path
-
-
-async def read_pages(tier: NvmeTier, pages: Sequence[Page]) -> list[Outcome]:
-    """Read pages where they are; what is served has the right bytes."""
-    lives = [page.lives[-1] for page in pages]
-    buffers = [np.full(SHAPE.page_bytes, GUARD, np.uint8) for _ in pages]
-    outcomes = await tier.read(
-        [
-            PageRead(life.slot, life.generation, page.identity, buffer.data)
-            for page, life, buffer in zip(pages, lives, buffers, strict=True)
-        ]
-    )
-    for page, buffer, outcome in zip(pages, buffers, outcomes, strict=True):
-        if outcome is Outcome.OK:
-            assert np.array_equal(buffer, stamp(page.identity, SHAPE.page_bytes)), "wrong bytes"
-    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -183,22 +157,10 @@ def test_c26_damaged_directories_start_and_serve_nothing_wrong(stored: Stored, t
     damaged_starts(stored, tmp_path / "round", seeds(BLOCK, block=block))
 
 
-def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every entry with its size, time of change, and contents."""
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        status = path.lstat()
-        data = path.read_bytes() if path.is_file() else b""
-        found[str(path)] = (status.st_size, status.st_mtime_ns, data)
-    return found
-
-
 @pytest.mark.parametrize("version", [3, 255])
 def test_a_directory_of_another_version_is_refused_and_stays_as_it_is(
     stored: Stored, tmp_path: Path, version: int
 ) -> None:
-    import crc32c
-
     directory = tmp_path / "store"
     shutil.copytree(stored.clean, directory)
     manifest = directory / "hicache.manifest"
@@ -213,8 +175,6 @@ def test_a_directory_of_another_version_is_refused_and_stays_as_it_is(
 
 
 def test_a_directory_of_pages_of_another_shape_is_refused_and_stays_as_it_is(stored: Stored, tmp_path: Path) -> None:
-    from hicache.tiers.nvme.geometry import PageShape
-
     directory = tmp_path / "store"
     shutil.copytree(stored.clean, directory)
     before = snapshot(directory)

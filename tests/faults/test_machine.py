@@ -21,9 +21,8 @@ from hicache.tier import Outcome
 from hicache.tiers.nvme import NvmeTier
 from tests.faults.machine import call, make_ext4, mounted, shut_down, unmount
 from tests.faults.oracle import Oracle, Page
-from tests.faults.store import open_store
-from tests.faults.test_damage import read_pages, snapshot, write_path
-from tests.faults.test_kills import END_S, UNKNOWN, Witness, start
+from tests.faults.store import open_store, read_pages, snapshot, write_path
+from tests.faults.witness import END_S, UNKNOWN, Witness, start
 from tests.repository import ROOT
 from tests.tiers.contract import run, write_of
 from tests.tiers.faulty_files import PoorFiles

@@ -13,9 +13,8 @@ from hicache.tiers.nvme.io import Scratch
 from hicache.tiers.nvme.reading import LogContents, read_log
 from hicache.tiers.nvme.segment import PageGet, SegmentFile
 from tests.faults.oracle import Broken
-from tests.faults.power import PowerRun, Tally, rates_of
+from tests.faults.power import STEPS, PowerRun, Tally, rates_of
 from tests.faults.seeded import SeededTier, run_seeded
-from tests.faults.test_power_cuts import STEPS
 from tests.simulation import World
 from tests.tiers.simulated_disk import SimulatedDisk
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.faults.power import PowerRun, Tally, rates_of
+from tests.faults.power import STEPS, PowerRun, Tally, rates_of
 from tests.faults.seeded import run_seeded
 from tests.simulation import World, seeds
 
-STEPS = 300
 FAST, ALL, BLOCK = 40, 520, 40
 """Seeds in the ordinary run, in all, and in one test."""
 
