@@ -117,8 +117,8 @@ class History:
     def __init__(self, seed: int, make_tree: Callable[..., HiRadixTree] = HiRadixTree) -> None:
         self.random = random.Random(seed)
         pick = self.random
-        self.page_size = pick.choice([1, 2, 4, 16]) if pick.random() < 0.9 else pick.choice([3, 17, 64, 256])
-        self.is_wide = pick.random() < 0.04
+        self.page_size = pick.choice([1, 2, 4, 16]) if pick.random() < 0.95 else pick.choice([3, 17, 64, 256])
+        self.is_wide = pick.random() < 0.02
         self.tiers: tuple[TierId, ...] = pick.choice(
             [(HOST,), (HOST, NVME), (DEVICE, HOST, NVME), (DEVICE, HOST, NVME), (DEVICE, HOST, NVME)]
         )
@@ -134,7 +134,7 @@ class History:
         self.budget = pick.choice([None, None, None, 3_000, 6_000, 12_000]) if not self.is_wide else None
         self.tree = make_tree(page_size=self.page_size, tiers=self.tiers, metadata_bytes=self.budget)
         self.variants = self._page_variants()
-        self.max_pages = pick.choice([3, 6, 12]) if pick.random() < 0.95 else 30
+        self.max_pages = pick.choice([3, 6, 12]) if pick.random() < 0.97 else 30
         self.capacity = WIDE_CAPACITY if self.is_wide else CAPACITY
         self.pages: dict[Path, Page] = {}
         self.published: dict[Path, ModelPublication] = {}
