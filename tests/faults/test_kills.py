@@ -106,3 +106,37 @@ def test_seventy_kills_lose_nothing(tmp_path: Path, block: int) -> None:
     ends = rounds(tmp_path, 20, seed)
     assert ends.count("stopped") <= 5
     assert len(set(ends)) > 4
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)  # some fifty processes
+def test_c22_of_two_that_start_at_once_one_wins_and_is_not_disturbed(tmp_path: Path) -> None:
+    """Twenty times, one of the two through a symbolic link, now and then on what a killed process has left."""
+    directory, link = tmp_path / "store", tmp_path / "link"
+    link.symlink_to(directory)
+    witness = Witness(tmp_path / "expected")
+    stop_whole(directory, witness, 0, steps=30)
+    for turn in range(20):
+        lines: dict[bool, list[bytes]] = {}
+        ends = []
+        with start(directory, turn, steps=10, hold=True) as first, start(link, turn, steps=10, hold=True) as second:
+            for process in (first, second):
+                assert process.stdout is not None
+                told = [process.stdout.readline()]
+                while b'"serving"' not in told[-1] and b'"refused"' not in told[-1]:
+                    told.append(process.stdout.readline())
+                lines[b'"refused"' in told[-1]] = told
+            for process in (first, second):
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.close()
+                rest = list(process.stdout)
+                lines[process.wait(END_S) != 0] += rest
+                ends.append(process.returncode)
+        assert sorted(ends) == [0, 3], f"turn {turn}"
+        assert b"in use by process" in lines[True][-1]
+        witness.note(lines[False])
+        assert witness.clean
+        if turn % 5 == 0:
+            # The next two find what a kill leaves.
+            end_at_random(directory, witness, random.Random(turn), turn)

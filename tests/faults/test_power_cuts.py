@@ -24,8 +24,9 @@ def run_seeds(chosen: Iterable[int]) -> Tally:
 
 @pytest.mark.slow
 def test_what_is_durable_survives_and_nothing_reads_wrong_fast() -> None:
-    total = run_seeds(seeds(FAST))
-    if total.cuts > 1:
+    chosen = list(seeds(FAST))
+    total = run_seeds(chosen)
+    if len(chosen) >= FAST:
         assert min(total.kills, total.stops, total.cuts_while_opening) > 0
         assert total.pages_recovered > FAST
         assert total.faults > FAST

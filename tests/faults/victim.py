@@ -219,6 +219,9 @@ async def main() -> None:
     victim = Victim(tier, task["seed"])
     await victim.start()
     await victim.work(task["steps"])
+    if task.get("hold"):
+        # Until who started it lets it go.
+        sys.stdin.read()
     tell("closing")
     await tier.close()
     counts = [(call, kind, count) for (call, kind), count in files.counts.items()]

@@ -101,9 +101,13 @@ def _life(page: Page, slot: int, generation: int) -> Life:
 
 
 def start(
-    directory: Path, seed: int, *, steps: int, point: tuple[str, str, int, str] | None = None
+    directory: Path, seed: int, *, steps: int, point: tuple[str, str, int, str] | None = None, hold: bool = False
 ) -> subprocess.Popen[bytes]:
-    task = {"directory": str(directory), "seed": seed, "steps": steps, "point": point}
+    """A process that works on that directory (`tests.faults.victim`); with `hold` it keeps it until its input ends."""
+    task = {"directory": str(directory), "seed": seed, "steps": steps, "point": point, "hold": hold}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.victim", json.dumps(task)], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "tests.faults.victim", json.dumps(task)],
+        stdin=subprocess.PIPE if hold else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
     )
