@@ -103,13 +103,17 @@ class Writer:
         first node on its path that is not there yet. Nothing leaves another tier.
 
         `targets` is asked again for each wave, as nodes split meanwhile. Ends when all are there, or no room can be
-        had, or a copy failed. Raises `DeadlineExceeded`; what was begun goes on.
+        had, or a copy failed. A node that had to leave again for another one is not written a second time: in a tier
+        that is too small for all of them they would take turns. Raises `DeadlineExceeded`; what was begun goes on.
         """
         cache = self._cache
+        begun: set[Node] = set()
         while True:
-            tops, is_blocked = self._missing(targets())
+            missing, is_blocked = self._missing(targets())
+            tops = [node for node in missing if node not in begun]
             if tops:
                 moving = await self._start(tops, deadline)
+                begun.update([node for move in moving for node in move.move.nodes])
                 for move in moving:
                     await cache.wait(move.done, deadline)
                 if not moving or not all(move.is_complete for move in moving):
