@@ -13,7 +13,7 @@ Three rules, on which the promises of the project rest:
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,10 +27,11 @@ from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUna
 from hicache.guarding import guarded
 from hicache.layout import KVLayout
 from hicache.lease import Lease, Move, Pin
-from hicache.movers import Lane, PageMove, Priority
+from hicache.movers import Lane, PageMove, Priority, Transfer
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.policy.base import EvictionPolicy
+from hicache.prefetch import Prefetch, begin
 from hicache.recovery import Progress, Recovery, recover
 from hicache.residency import Residency
 from hicache.tier import (
@@ -56,6 +57,9 @@ DRAIN_S: Final = 10.0
 PATIENCE_S: Final = 2.0
 """How long a tier is asked for room before it has none for now. A slower tier may hang: its copies go on, and what
 nobody needs is dropped instead."""
+MAX_TRIES: Final = 8
+"""Tries to make room in vain that follow one another, while nobody has given anything back. What others move may help,
+so it is tried again; but in a slow tier that is too small for all, two may push out each other's copies for ever."""
 FLUSH_STEP_NODES: Final = 256
 """Nodes that a flush looks at before others run."""
 FAILING_S: Final = 10.0
@@ -195,7 +199,11 @@ class Cache:
         self._holders = 0
         """Who has pins that end soon: steps and promotions."""
         self._num_changes = 0
+        self._num_given_back = 0
+        """How often a lease or pins ended."""
         self._num_moves = 0
+        self._moving: Final[dict[Moving, None]] = {}
+        """Moves under way."""
         self._writer: Final = Writer(self)
         self._report_progress: Final = progress
         self.recovered = Recovery()
@@ -301,15 +309,22 @@ class Cache:
             return await self._allocate_now(tier, num_pages, deadline)
         line, turn = self._lines[tier_id], _Turn(num_pages)
         line[turn] = None
+        num_tries = num_given_back = 0
         try:
             while tier.num_free < (wanted := _pages_until(line, turn)):
                 num_changes = self._num_changes
                 made_room = await self._make_room(tier_id, wanted - tier.num_free, deadline=deadline)
                 self._require_open()
-                if made_room or self._num_changes != num_changes:
+                if made_room or self._num_given_back != num_given_back:
+                    num_tries, num_given_back = 0, self._num_given_back
+                num_tries += 1
+                if made_room or (self._num_changes != num_changes and num_tries < MAX_TRIES):
                     continue
                 # Tried again only when something is new: to demote what cannot be demoted now would fail again.
-                while self._num_changes == num_changes and tier.num_free < _pages_until(line, turn):
+                while tier.num_free < _pages_until(line, turn) and (
+                    self._num_changes == num_changes
+                    or (num_tries >= MAX_TRIES and self._num_given_back == num_given_back)
+                ):
                     # A tier below counts too: what cannot be demoted now may be when it has room again. Whoever is next
                     # gets room or gives up when there is nothing to wait for; the others then see what is left.
                     under_way = any(self._under_way[each] for each in self._from(tier_id))
@@ -325,13 +340,19 @@ class Cache:
 
     async def _allocate_now(self, tier: Tier, num_pages: int, deadline: float) -> Slots:
         """`allocate` without waiting for others. Those who wait may be waiting for just this, so it passes them."""
+        num_tries = 0
         while tier.num_free < num_pages:
             num_changes = self._num_changes
             made_room = await self._make_room(tier.tier_id, num_pages - tier.num_free, deadline=deadline)
             self._require_open()
-            if not made_room and self._num_changes == num_changes:
+            num_tries = 0 if made_room else num_tries + 1
+            if not made_room and (self._num_changes == num_changes or num_tries >= MAX_TRIES):
                 raise NoRoom(tier.tier_id, pages_asked=num_pages, pages_free=tier.num_free)
         return tier.allocate(num_pages)
+
+    def is_waited_for(self, tier_id: TierId) -> bool:
+        """Whether somebody waits for room in a tier."""
+        return bool(self._lines[tier_id])
 
     @property
     def is_closing(self) -> bool:
@@ -370,7 +391,7 @@ class Cache:
             self.tree.split(victims[-1], surplus)
         for node in victims:
             if self._has_slower_copy(node, tier_id):
-                freed += self._evict(node, tier_id)
+                freed += self.evict(node, tier_id)
             else:
                 to_demote.append(node)
         if to_demote:
@@ -413,7 +434,7 @@ class Cache:
             if self._num_moves != num_moves:
                 self._wake()
         # Without an `await` since the pin was given up: what is looked at here is what is evicted.
-        return sum([self._evict(node, tier_id) for node in fragments if self.tree.can_evict(node, tier_id)])
+        return sum([self.evict(node, tier_id) for node in fragments if self.tree.can_evict(node, tier_id)])
 
     async def _copy_down(self, pin: Pin, source: TierId, target: TierId, *, deadline: float) -> None:
         """Copy pinned nodes one tier down, as far as there is room. Where not all fit, the warmest are kept: victims
@@ -449,8 +470,8 @@ class Cache:
             except (NoRoom, TierUnavailable):
                 return NO_SLOTS
 
-    def _evict(self, node: Node, tier_id: TierId) -> int:
-        """The node's copy leaves the tier. Returns its pages."""
+    def evict(self, node: Node, tier_id: TierId) -> int:
+        """The node's copy leaves the tier, which it can (`HiRadixTree.can_evict`). Returns its pages."""
         survives = any(
             other != tier_id and node.residency(other) is Residency.RESIDENT for other in self.tiers
         )
@@ -461,11 +482,22 @@ class Cache:
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
-    def start_move(self, node: Node, source: TierId, target: TierId, slots: Slots, priority: Priority) -> "Moving":
+    def start_move(
+        self,
+        node: Node,
+        source: TierId,
+        target: TierId,
+        slots: Slots,
+        priority: Priority,
+        *,
+        on_done: Callable[[int], None] | None = None,
+    ) -> "Moving":
         """Begin to copy a node from one tier to another, into `slots` of the target; returns at once.
 
         The node is resident in `source` and absent in `target`. From here on the slots belong to the move: they end in
-        the tree or are freed, whether anybody still waits or not. Raises `Closed`, and they are freed.
+        the tree or are freed, whether anybody still waits or not. `on_done` is called once, on the loop, when the move
+        has ended, with how many pages arrived; it does not wait and does not raise. Raises `Closed`, and the slots are
+        freed.
         """
         if self._closing:
             self.free({target: slots})
@@ -484,19 +516,23 @@ class Cache:
                 node.slots(source), slots, self.tree.identities(node), strict=True
             )
         ]
-        moving = Moving(move, source, target)
+        moving = Moving(move, source, target, priority, on_done)
+        self._moving[moving] = None
         self._num_moves += 1
         for tier_id in (source, target):
             self._under_way[tier_id] += 1
-        self._tasks.create_task(self._carry_out(moving, pages, priority), name=f"move {source}->{target}")
+        self._tasks.create_task(self._carry_out(moving, pages), name=f"move {source}->{target}")
         return moving
 
-    async def _carry_out(self, moving: "Moving", pages: list[PageMove], priority: Priority) -> None:
+    async def _carry_out(self, moving: "Moving", pages: list[PageMove]) -> None:
         outcomes: Sequence[Outcome | None]
         lane = self._lanes.get((moving.source, moving.target))
-        if lane is not None:
-            transfer = await lane.submit(pages, priority=priority)
-            outcomes = (await transfer.wait()).outcomes
+        if moving.is_given_up:
+            outcomes = [None] * len(pages)
+        elif lane is not None:
+            moving.submitted(await lane.submit(pages, priority=moving.priority))
+            assert moving.transfer is not None
+            outcomes = (await moving.transfer.wait()).outcomes
         else:
             outcomes = await self._writer.copy_past_host(self.tiers[moving.source], self.tiers[moving.target], pages)
         ok = [outcome is Outcome.OK for outcome in outcomes]
@@ -506,8 +542,11 @@ class Cache:
         finished = self.tree.finish_move(moving.move, ok)
         moving.is_complete = all(ok)
         if not all(ok):
-            _count(self.counters.failed_moves, f"{moving.source}->{moving.target}", ok.count(False))
+            num_failed = ok.count(False) - (outcomes.count(None) if moving.is_given_up else 0)
+            if num_failed:
+                _count(self.counters.failed_moves, f"{moving.source}->{moving.target}", num_failed)
             self._forget_bad(moving, outcomes)
+        del self._moving[moving]
         for tier_id in (moving.source, moving.target):
             self._under_way[tier_id] -= 1
             self._stalled.discard(tier_id)
@@ -517,6 +556,8 @@ class Cache:
         else:
             self._wake()
         moving.done.set()
+        if moving.on_done is not None:
+            moving.on_done(ok.count(True))
 
     def _forget_bad(self, moving: "Moving", outcomes: Sequence[Outcome | None]) -> None:
         """A source that cannot give a page back whole must not be asked for it again."""
@@ -524,11 +565,29 @@ class Cache:
         for node, first_page in self.tree.failed_pages(moving.move, [outcome in bad for outcome in outcomes]):
             self.forget(node, moving.source, first_page)
 
+    def prefetch(
+        self, namespace: Namespace, tokens: npt.ArrayLike, *, deadline: float, max_pages: int | None = None
+    ) -> Prefetch:
+        """Begin to bring to the host what NVMe alone has of a prefix that a request is expected to want by `deadline`
+        (monotonic seconds), its beginning first. Returns at once; see `hicache.prefetch` for what bounds its harm.
+
+        Args:
+            tokens: `[n]`, int32 ids; whole pages of them that are cached under the namespace itself are fetched.
+            deadline: pages whose copy has not begun by then are left, unless a request has come for them.
+            max_pages: most pages to fetch, from 1 on; None for a quarter of the host tier.
+
+        What cannot be had (no room without harm, a failed read) is left where it is: `Prefetch` has the numbers. Counts
+        as a use of the prefix. Raises `BadRequest`, `Closed`.
+        """
+        self._require_open()
+        return begin(self, namespace, tokens, deadline=deadline, max_pages=max_pages)
+
     async def promote(
         self, lease: Lease, *, max_device_pages: int, deadline: float, priority: Priority = Priority.DEMAND
     ) -> bool:
         """Bring the pages under a lease as close to the device as they fit: from NVMe to the host, then at most
-        `max_device_pages` of them, front first, to the device. Waits until the copies ended, at most until `deadline`.
+        `max_device_pages` of them, front first, to the device. Waits until the copies ended, at most until `deadline`;
+        what is on its way already, fetched ahead say, is hastened and waited for.
 
         What cannot be brought (no room, a failed read) stays where it is; a caller looks at the residency afterwards.
         False when NVMe did not give what it was asked for: a read failed, or nothing arrived for `PATIENCE_S`. Raises
@@ -548,12 +607,29 @@ class Cache:
         # The whole path is pinned where it is, so that making room for one part of it does not push out another.
         # Pinned nodes are never merged, so a border between two of them stays one while others appear.
         pins = self._pin_path(lease)
-        moving: list[Moving] = []
         try:
-            await self._start_hop(self.path(lease), source, target, max_pages, priority, deadline, moving)
-            return await self._wait_while_they_move(moving, self._lanes[source, target], deadline)
+            while True:
+                moving = self._hasten(lease, source, target, priority)
+                given_up = [move for move in moving if move.is_given_up]
+                await self._start_hop(self.path(lease), source, target, max_pages, priority, deadline, moving)
+                arrived = await self._wait_while_they_move(moving, self._lanes[source, target], deadline)
+                # What a prefetch had given up when this came for it is begun anew, once it has ended.
+                if not (given_up and all(move.done.is_set() for move in moving)):
+                    return arrived
         finally:
             self.unpin(pins)
+
+    def _hasten(self, lease: Lease, source: TierId, target: TierId, priority: Priority) -> "list[Moving]":
+        """Moves of others that bring pages of a leased path where they are wanted, made as urgent as `priority`."""
+        path = set(self.path(lease))
+        moving = [
+            move
+            for move in self._moving
+            if (move.source, move.target) == (source, target) and not path.isdisjoint(move.move.nodes)
+        ]
+        for move in moving:
+            move.hasten(priority)
+        return moving
 
     async def _start_hop(
         self,
@@ -638,6 +714,7 @@ class Cache:
         for pin in pins:
             self._free_slots(self.tree.unpin(pin))
         self._holders -= 1
+        self._num_given_back += 1
         self._changed()
 
     def report_failing(self, tier_id: TierId) -> None:
@@ -781,6 +858,7 @@ class Cache:
     def release(self, lease: Lease) -> None:
         """End a lease: pages that nobody else needs may leave now."""
         self.tree.release(lease)
+        self._num_given_back += 1
         self._changed()
 
     def free(self, freed: Mapping[TierId, Slots]) -> None:
@@ -823,9 +901,37 @@ class Moving:
     move: Move
     source: TierId
     target: TierId
+    priority: Priority
+    on_done: Callable[[int], None] | None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     is_complete: bool = False
     """Every page arrived."""
+    is_given_up: bool = False
+    """Nobody wants it any more: what has not begun is not copied."""
+    transfer: Transfer | None = None
+    """Its way through a lane, once that has taken it."""
+
+    def submitted(self, transfer: Transfer) -> None:
+        """The lane has taken it, which may have taken a while."""
+        self.transfer = transfer
+        if self.is_given_up:
+            transfer.cancel()
+        else:
+            transfer.hasten(self.priority)
+
+    def hasten(self, priority: Priority) -> None:
+        """Make it more urgent, unless it was given up."""
+        if not self.is_given_up and priority < self.priority:
+            self.priority = priority
+            if self.transfer is not None:
+                self.transfer.hasten(priority)
+
+    def give_up(self) -> None:
+        """Copy nothing more of it, unless a request waits for it."""
+        if self.priority is not Priority.DEMAND and not self.done.is_set():
+            self.is_given_up = True
+            if self.transfer is not None:
+                self.transfer.cancel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

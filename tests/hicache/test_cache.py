@@ -8,7 +8,18 @@ from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, NotResi
 from hicache.movers import Priority
 from hicache.sequence import Sequence
 from hicache.tier import DEVICE, HOST, NVME, TierId
-from tests.hicache.worlds import LAYOUT, MODEL, OTHER, PAGE_SIZE, Request, UnreadablePage, int32, opened, prompt
+from tests.hicache.worlds import (
+    LAYOUT,
+    MODEL,
+    OTHER,
+    PAGE_SIZE,
+    Request,
+    Setup,
+    UnreadablePage,
+    int32,
+    opened,
+    prompt,
+)
 from tests.simulation import Faults, World, run_simulated, seeds
 
 
@@ -463,6 +474,7 @@ async def _history(world: World, faults: Faults) -> None:
                 await world.pause(0.01)
                 await _request(world, setup.request(rng.choice([MODEL, MODEL, OTHER])))
                 setup.check()
+                _prefetch(world, setup)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(rng.choice([1, 2, 4])):
@@ -476,6 +488,20 @@ async def _history(world: World, faults: Faults) -> None:
         assert await setup.request().run(prompt(99, 17), chunk=8) in (16, 0)
         setup.check_quiet()
         assert setup.cache.tree.num_leases == 0
+
+
+def _prefetch(world: World, setup: Setup) -> None:
+    """Expect something of a random request, and sometimes change one's mind, soon or late."""
+    rng = world.rng
+    if rng.random() < 0.5:
+        prefetch = setup.cache.prefetch(
+            rng.choice([MODEL, OTHER]),
+            prompt(rng.randrange(4), 50, branch=rng.randrange(3), shared=rng.randrange(50)),
+            deadline=world.monotonic() + rng.choice([0.0001, 0.01, 30]),
+            max_pages=rng.choice([None, 1, 30]),
+        )
+        if rng.random() < 0.3:
+            asyncio.get_running_loop().call_later(rng.choice([0, 0.001]), prefetch.cancel)
 
 
 async def _request(world: World, request: Request) -> None:
