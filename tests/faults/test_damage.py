@@ -124,7 +124,7 @@ def damaged_start(stored: Stored, directory: Path, seed: int) -> int:
         assert foreign_is_untouched(directory / "store")
         assert before is None or before == (outside.read_bytes(), outside.stat().st_mtime_ns)
     except BaseException as error:
-        error.add_note(f"seed {seed}: {done}")
+        error.add_note(f"seed {seed}: {done}; to repeat: HICACHE_SEED={seed} python -m pytest {__file__} -k fast")
         raise
     return served
 
