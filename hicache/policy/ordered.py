@@ -26,6 +26,15 @@ class Ordered:
         for _, _, box in self._order:
             yield box[0]
 
+    def first_key(self) -> float:
+        """The smallest key; there is at least one node."""
+        return next(iter(self._order))[0]
+
+    def entries(self) -> Iterator[tuple[float, Node]]:
+        """Keys and nodes, smallest key first."""
+        for key, _, box in self._order:
+            yield key, box[0]
+
     def place(self, node: Node, key: float) -> None:
         """List the node under `key`, wherever it stood before."""
         box = node.box

@@ -35,7 +35,7 @@ from hicache.tools.terminal import printable
 Blocks = npt.NDArray[np.int32]
 Chunk = tuple[str, int]
 """Kind and id of a chunk of a ragpulse prompt."""
-_BlockKey = tuple[int, tuple[Chunk, ...], int]
+BlockKey = tuple[int, tuple[Chunk, ...], int]
 
 LINE_BYTES_MAX: Final = 64 << 20
 """Longest line that is read."""
@@ -269,7 +269,7 @@ class Trace:
         return requests, end_id
 
     def _ragpulse(self) -> Iterator[tuple[int, Request]]:
-        ids: dict[_BlockKey, int] = {}
+        ids: dict[BlockKey, int] = {}
         turns: dict[str, int] = {}
         for number, found in self._objects(self.path):
             try:
@@ -290,7 +290,7 @@ class Trace:
             documents = sum(
                 length for (kind, _), length in zip(chunks, lengths, strict=True) if kind in _DOCUMENT_KINDS
             )
-            blocks = _cut_into_blocks(chunks, lengths, self.block_tokens, ids)
+            blocks = cut_into_blocks(chunks, lengths, self.block_tokens, ids)
             yield number, Request(time_s, blocks, tokens, answer, session, turn, documents)
 
     def _read_chunks(self, path: Path | None) -> dict[Chunk, int]:
@@ -360,8 +360,8 @@ def _regrouped(request: Request, group: int) -> Request:
     )  # fmt: skip
 
 
-def _cut_into_blocks(
-    chunks: Sequence[Chunk], lengths: Sequence[int], block_tokens: int, ids: dict[_BlockKey, int]
+def cut_into_blocks(
+    chunks: Sequence[Chunk], lengths: Sequence[int], block_tokens: int, ids: dict[BlockKey, int]
 ) -> Blocks:
     """Lay chunks out one behind the other and cut that into blocks. A block is known by the one before it, the chunks
     that it has part in, and its length; `ids` numbers what is new."""
