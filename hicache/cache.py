@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from hicache.arguments import flag
 from hicache.clock import Clock
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.guarding import guarded
@@ -33,7 +34,7 @@ from hicache.node import Node
 from hicache.policy.base import EvictionPolicy
 from hicache.prefetch import Prefetch, begin
 from hicache.recovery import Progress, Recovery, recover
-from hicache.residency import Residency
+from hicache.residency import IN_TIER, Residency
 from hicache.tier import (
     DEVICE,
     HOST,
@@ -50,6 +51,7 @@ from hicache.tier import (
     TierId,
 )
 from hicache.tree import HiRadixTree, Match, pack_tokens
+from hicache.write_policy import WritePolicy, WritingThrough
 from hicache.writing import Durability, Persisted, Writer
 
 DRAIN_S: Final = 10.0
@@ -93,6 +95,8 @@ class Counters:
     """Pages copied from what another tenant has published."""
     pages_refused: int = 0
     """Pages that a commit could not publish for want of room in the metadata budget; each try counts."""
+    pages_written_through: int = 0
+    """Pages written to NVMe before they had to leave a faster tier, but for those that were waited for in vain."""
     metadata_dropped_pages: int = 0
     """Pages that left the cache to keep the tree's metadata within its budget."""
     evicted_pages: dict[str, int] = field(default_factory=dict)
@@ -142,9 +146,14 @@ class Cache:
         policies: eviction policy by tier, LRU where none is given.
         metadata_bytes: most memory that the tree itself may use, by its own estimate; None for no bound but that of the
             tiers' slots. Reaching it drops the coldest pages from all tiers.
+        write_policy: when pages are written to NVMe, for namespaces that `set_write_policy` does not name.
+        exclusive: whether a page leaves NVMe once it is in the host, unless it was persisted. Host and NVMe then hold
+            as many different pages as both have room for, and each demotion is a write. By default a page that comes
+            back keeps its copy on NVMe, and leaves the host for nothing.
         progress: told while pages that the NVMe tier has kept over a restart are put back.
 
-    Raises `BadRequest` when tiers and layout disagree, or the budget cannot hold a single page.
+    Raises `BadRequest` when tiers and layout disagree, the budget cannot hold a single page, or `exclusive` is asked
+    for together with a policy that writes through.
     """
 
     def __init__(
@@ -155,6 +164,8 @@ class Cache:
         clock: Clock,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,
+        write_policy: WritePolicy = WritePolicy.DEMOTE,
+        exclusive: bool = False,
         progress: Progress | None = None,
     ) -> None:
         unknown = [tier_id for tier_id in tiers if tier_id not in OWN_TIERS]
@@ -171,6 +182,8 @@ class Cache:
                 raise BadRequest(
                     f"tiers[{tier.tier_id}].page_bytes", f"{tier.page_bytes} is not the layout's {layout.page_bytes}"
                 )
+        self._is_exclusive: Final = flag("exclusive", exclusive)
+        self._require_writable(write_policy)
         self.layout: Final = layout
         self.clock: Final = clock
         self.tiers: Final = {tier_id: tiers[tier_id] for tier_id in OWN_TIERS if tier_id in tiers}
@@ -205,6 +218,10 @@ class Cache:
         self._moving: Final[dict[Moving, None]] = {}
         """Moves under way."""
         self._writer: Final = Writer(self)
+        self.writing_through: Final = WritingThrough(self, write_policy)
+        self._persisted: list[Node] = []
+        """Ends of prefixes that were persisted, if the cache is exclusive: with what they were joined to, they stay on
+        NVMe."""
         self._report_progress: Final = progress
         self.recovered = Recovery()
         """What came back from the NVMe tier when the cache was opened."""
@@ -256,6 +273,20 @@ class Cache:
     def lanes(self) -> Iterable[Lane]:
         """The lanes there are, for inspection."""
         return self._lanes.values()
+
+    def set_write_policy(self, namespace: Namespace, write_policy: WritePolicy) -> None:
+        """Choose when pages of a namespace are written to NVMe, for what is published or used from now on. Raises
+        `BadRequest` for one that writes through in an exclusive cache."""
+        self._require_writable(write_policy)
+        self.writing_through.set(namespace, write_policy)
+
+    def _require_writable(self, write_policy: WritePolicy) -> None:
+        if self._is_exclusive and write_policy is not WritePolicy.DEMOTE:
+            raise BadRequest("write_policy", f"{write_policy.value} keeps copies on NVMe, which exclusive does not")
+
+    def start(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run work of the cache's own in its task group: it raises nothing, and ends when the cache closes."""
+        self._tasks.create_task(work, name=name)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -456,6 +487,18 @@ class Cache:
         for move in moving:
             await self.wait(move.done, deadline)
 
+    async def write_behind(self, targets: Callable[[], Sequence[Node]]) -> None:
+        """Copy nodes to NVMe that need not leave a faster tier, as far as there is room and the disk answers. `targets`
+        is asked again as they split. Raises `Closed`."""
+        if NVME in self._stalled:
+            return
+        try:
+            num_written = await self._writer.write(targets, deadline=self.clock.monotonic() + PATIENCE_S)
+            self.counters.pages_written_through += num_written
+        except DeadlineExceeded:
+            if self._under_way[NVME]:
+                self._stalled.add(NVME)
+
     def _can_start(self, node: Node, source: TierId, target: TierId) -> bool:
         return node.residency(source) is Residency.RESIDENT and node.residency(target) is Residency.ABSENT
 
@@ -540,13 +583,15 @@ class Cache:
             # Nothing is kept there without what comes before it.
             ok = [position < ok.index(False) for position in range(len(ok))]
         finished = self.tree.finish_move(moving.move, ok)
-        moving.is_complete = all(ok)
+        moving.num_arrived, moving.is_complete = ok.count(True), all(ok)
         if not all(ok):
             num_failed = ok.count(False) - (outcomes.count(None) if moving.is_given_up else 0)
             if num_failed:
                 _count(self.counters.failed_moves, f"{moving.source}->{moving.target}", num_failed)
             self._forget_bad(moving, outcomes)
         del self._moving[moving]
+        if self._is_exclusive and (moving.source, moving.target) == (NVME, HOST):
+            self._leave_nvme(finished.nodes)
         for tier_id in (moving.source, moving.target):
             self._under_way[tier_id] -= 1
             self._stalled.discard(tier_id)
@@ -557,7 +602,30 @@ class Cache:
             self._wake()
         moving.done.set()
         if moving.on_done is not None:
-            moving.on_done(ok.count(True))
+            moving.on_done(moving.num_arrived)
+
+    def _leave_nvme(self, nodes: Sequence[Node]) -> None:
+        """Pages have come to the host: their copies on NVMe leave, from the ends up, so that what stays has everything
+        before it. Where something below is there still, they leave with that."""
+        persisted = [node for node in map(self.tree.current, self._persisted) if node is not None]
+        self._persisted = list(dict.fromkeys(persisted))
+        kept = set(persisted)
+        for node in nodes:
+            step: Node | None = node
+            while step is not None and step not in kept and self._is_to_leave_nvme(step):
+                parent = step.parent
+                self.free(self.tree.evict(step, NVME))
+                _count(self.counters.evicted_pages, NVME, step.num_pages)
+                step = parent
+
+    def _is_to_leave_nvme(self, node: Node) -> bool:
+        return (
+            node.is_live
+            and node.residency(NVME) is Residency.RESIDENT
+            and node.residency(HOST) is Residency.RESIDENT
+            and all(child.residency(NVME) not in IN_TIER for child in node.children)
+            and self.tree.can_evict(node, NVME)
+        )
 
     def _forget_bad(self, moving: "Moving", outcomes: Sequence[Outcome | None]) -> None:
         """A source that cannot give a page back whole must not be asked for it again."""
@@ -597,6 +665,8 @@ class Cache:
         if NVME in self.tiers:
             num_pages = sum([node.num_pages for node in self.path(lease)])
             arrived = await self._promote_hop(lease, NVME, HOST, num_pages, priority, deadline)
+            if self._is_exclusive:
+                self._leave_nvme(self.path(lease)[::-1])
         if DEVICE in self.tiers:
             await self._promote_hop(lease, HOST, DEVICE, max_device_pages, priority, deadline)
         return arrived
@@ -773,7 +843,11 @@ class Cache:
         Raises `DeadlineExceeded` at `deadline` (monotonic seconds): what was begun goes on, nothing is promised.
         `TierUnavailable` when there is no such tier, or it cannot flush; `BadRequest` for tokens that are none.
         """
-        return await self._writer.persist(namespace, tokens, deadline=deadline)
+        persisted = await self._writer.persist(namespace, tokens, deadline=deadline)
+        if self._is_exclusive and persisted.num_tokens:
+            match = self.tree.match(namespace, pack_tokens(tokens)[: persisted.num_tokens], published=False)
+            self._persisted += match.nodes[-1:]
+        return persisted
 
     async def copy_page(self, node: Node, page: int, target_slot: int, *, deadline: float) -> bool:
         """Copy one page of a node, from wherever it is, into a device slot that is not in the tree.
@@ -904,8 +978,10 @@ class Moving:
     priority: Priority
     on_done: Callable[[int], None] | None
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    num_arrived: int = 0
+    """Pages that are in the target, once it has ended."""
     is_complete: bool = False
-    """Every page arrived."""
+    """All of them are."""
     is_given_up: bool = False
     """Nobody wants it any more: what has not begun is not copied."""
     transfer: Transfer | None = None

@@ -178,6 +178,7 @@ class Sequence:
             except DeadlineExceeded:
                 arrived = False
             if cache.path(self._lease):
+                cache.writing_through.used(self._node)
                 if not arrived or cache.is_failing(NVME):
                     match = self._without_nvme(packed)
                 break
@@ -454,6 +455,7 @@ class Sequence:
         else:
             tree.move_lease(self._lease, inserted.node, now)
         cache.counters.metadata_dropped_pages += inserted.num_dropped
+        cache.writing_through.published(inserted.node)
         cache.free(inserted.freed)
         cache.free({DEVICE: inserted.duplicates})
         return inserted

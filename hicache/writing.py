@@ -98,16 +98,17 @@ class Writer:
 
     # -- writing down -------------------------------------------------------------------------------------------------
 
-    async def write(self, targets: Callable[[], Sequence[Node]], *, deadline: float) -> None:
+    async def write(self, targets: Callable[[], Sequence[Node]], *, deadline: float) -> int:
         """Copy nodes to NVMe, the most wanted first, in waves from the root down: each wave writes for every target the
         first node on its path that is not there yet. Nothing leaves another tier.
 
         `targets` is asked again for each wave, as nodes split meanwhile. Ends when all are there, or no room can be
         had, or a copy failed. A node that had to leave again for another one is not written a second time: in a tier
-        that is too small for all of them they would take turns. Raises `DeadlineExceeded`; what was begun goes on.
+        that is too small for all of them they would take turns. Returns how many pages came to NVMe. Raises `DeadlineExceeded`; what was begun goes on.
         """
         cache = self._cache
         begun: set[Node] = set()
+        num_written = 0
         while True:
             missing, is_blocked = self._missing(targets())
             tops = [node for node in missing if node not in begun]
@@ -116,12 +117,13 @@ class Writer:
                 begun.update([node for move in moving for node in move.move.nodes])
                 for move in moving:
                     await cache.wait(move.done, deadline)
+                num_written += sum([move.num_arrived for move in moving])
                 if not moving or not all(move.is_complete for move in moving):
-                    return
+                    return num_written
             elif is_blocked:
                 await cache.wait_for_progress(deadline)
             else:
-                return
+                return num_written
 
     def _missing(self, targets: Sequence[Node]) -> tuple[list[Node], bool]:
         """For each target the first node on its path that NVMe has no copy of, in the targets' order; and whether one

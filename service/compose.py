@@ -24,7 +24,9 @@ import torch
 from aiofiles.os import wrap
 from torch import Tensor
 
+from hicache import prefetch as ahead
 from hicache import sequence as core
+from hicache.arguments import flag
 from hicache.cache import DRAIN_S, Cache, Coverage
 from hicache.clock import Clock, SystemClock
 from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
@@ -41,6 +43,7 @@ from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.striped import MAX_STORES, StripedTier
+from hicache.write_policy import WritePolicy
 from hicache.writing import Durability, Flushed, Persisted
 
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -99,6 +102,8 @@ class HiCache:
         nvme_codec: str = "none",
         device: str = "cpu",
         metadata_bytes: int | None = None,
+        write_policy: str = WritePolicy.DEMOTE.value,
+        exclusive: bool = False,
         progress: Progress | None = None,
     ) -> Self:
         """Open a cache for pages of one layout. What its NVMe tier has kept over a restart is found in it again.
@@ -118,6 +123,11 @@ class HiCache:
             device: "cpu", or "cuda[:index]" where there is one.
             metadata_bytes: most memory for the index of what is cached, by its own estimate (about 700 bytes a prefix
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
+            write_policy: when pages are written to NVMe: "demote-on-evict", when they leave the host; "write-through",
+                when they are published; "write-through-selective", when a second request uses them. Namespaces may have
+                their own (`set_write_policy`).
+            exclusive: whether a page leaves NVMe when it comes back to the host, unless it was persisted: more pages in
+                both together, and a write for each time that one goes down. Not with a policy that writes through.
             progress: told of what a restart brings back: first "nvme" and how much of its log is read, of how much;
                 then "pages" and how many are back, of how many. Called in the cache's own thread; must not raise.
 
@@ -125,7 +135,7 @@ class HiCache:
         """
         return cls(_Budgets.checked(
             layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, nvme_min_free_bytes, nvme_write_bytes_per_day,
-            nvme_codec, device, metadata_bytes, progress,
+            nvme_codec, device, metadata_bytes, write_policy, exclusive, progress,
         ))
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
@@ -339,6 +349,39 @@ class HiCache:
         persisting = self._built.cache.persist(namespace, tokens, deadline=self._deadline(timeout_s))
         return self._call(persisting, timeout_s=timeout_s)
 
+    def prefetch(
+        self,
+        namespace: Namespace,
+        tokens: npt.ArrayLike,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        max_pages: int | None = None,
+    ) -> "Prefetch":
+        """Begin to bring what NVMe alone has of `tokens` (1-D, int32 ids) to host memory, as a request for them is
+        expected within `timeout_s` seconds; pages not begun by then are left. For a queue's next requests, a
+        conversation whose tool call is about to end, or candidates of a retrieval.
+
+        It takes no room from what is in use or was used within the last `timeout_s` seconds, and at most `max_pages`
+        pages, by default a quarter of the host tier: see `hicache.prefetch`. Returns at once. Raises `BadRequest`,
+        `Closed`.
+        """
+        cache, deadline = self._built.cache, self._deadline(timeout_s)
+
+        async def prefetch() -> ahead.Prefetch:
+            return cache.prefetch(namespace, tokens, deadline=deadline, max_pages=max_pages)
+
+        return Prefetch(self, self._call(prefetch()))
+
+    def set_write_policy(self, namespace: Namespace, write_policy: str) -> None:
+        """Choose when pages of a namespace are written to NVMe, by the names that `open` takes, for what is published
+        or used from now on. Raises `BadRequest`, `Closed`."""
+        cache, policy = self._built.cache, WritePolicy.named(write_policy)
+
+        async def set_write_policy() -> None:
+            cache.set_write_policy(namespace, policy)
+
+        self._call(set_write_policy())
+
     @property
     def recovery(self) -> Recovery:
         """What came back from NVMe when the cache was opened."""
@@ -349,6 +392,32 @@ class HiCache:
         """The numbers of the last write or free on NVMe that was accepted, and of the last up to which all are durable;
         None without an NVMe tier."""
         return self._built.cache.durability
+
+
+class Prefetch:
+    """Pages that are fetched ahead. Made by `HiCache.prefetch`; need not be kept, and holds nothing in the cache."""
+
+    def __init__(self, cache: HiCache, begun: ahead.Prefetch) -> None:
+        self._cache: Final = cache
+        self._core: Final = begun
+        self.num_begun: Final = begun.num_begun
+        """Pages on their way."""
+        self.num_left_out: Final = begun.num_left_out
+        """Pages on NVMe alone that were not begun, for want of room or beyond `max_pages`."""
+
+    def wait(self) -> int:
+        """Wait until nothing is under way any more; how many pages came. Raises `DeadlineExceeded`, `Closed`."""
+        return self._cache._call(self._core.wait())
+
+    def cancel(self) -> None:
+        """Change one's mind: what has not begun is not copied, and its room is given back. What a request has come for
+        goes on. Idempotent."""
+
+        async def cancel() -> None:
+            self._core.cancel()
+
+        with suppress(Closed):  # with the cache, which has given everything back
+            self._cache._call(cancel())
 
 
 class Sequence:
@@ -502,6 +571,8 @@ class _Budgets:
     nvme_codec: str
     device: str
     metadata_bytes: int | None
+    write_policy: WritePolicy
+    exclusive: bool
     progress: Progress | None
 
     @classmethod
@@ -517,6 +588,8 @@ class _Budgets:
         nvme_codec: str,
         device: str,
         metadata_bytes: int | None,
+        write_policy: str,
+        exclusive: bool,
         progress: Progress | None,
     ) -> "_Budgets":
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes}
@@ -541,9 +614,12 @@ class _Budgets:
             PageShape.of(layout, codec=nvme_codec)
         except BadRequest as error:
             raise BadRequest("nvme_codec", error.problem) from None
+        policy = WritePolicy.named(write_policy)
+        if flag("exclusive", exclusive) and policy is not WritePolicy.DEMOTE:
+            raise BadRequest("exclusive", f"contradicts {policy.value}, which keeps copies on NVMe")
         return cls(
             layout, device_bytes, host_bytes, directories, nvme_bytes or 0, nvme_min_free_bytes,
-            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, progress,
+            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, policy, exclusive, progress,
         )
 
     def told(self, phase: str) -> Callable[[int, int], None]:
@@ -627,7 +703,8 @@ async def _build(budgets: _Budgets) -> _Parts:
             await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(
-            layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes, progress=budgets.told("pages")
+            layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes, write_policy=budgets.write_policy,
+            exclusive=budgets.exclusive, progress=budgets.told("pages"),
         )
         stack.pop_all()
         return _Parts(cache, device, host, nvme)

@@ -8,6 +8,7 @@ from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, NotResi
 from hicache.movers import Priority
 from hicache.sequence import Sequence
 from hicache.tier import DEVICE, HOST, NVME, TierId
+from hicache.write_policy import WritePolicy
 from tests.hicache.worlds import (
     LAYOUT,
     MODEL,
@@ -467,6 +468,8 @@ async def _history(world: World, faults: Faults) -> None:
         host_pages=rng.choice([3, 8, 20]),
         nvme_pages=rng.choice([None, 5, 40]),
         faults=faults,
+        write_policy=(write_policy := rng.choice(list(WritePolicy))),
+        exclusive=write_policy is WritePolicy.DEMOTE and rng.random() < 0.5,
     ) as setup:
 
         async def client() -> None:

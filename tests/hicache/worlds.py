@@ -20,6 +20,7 @@ from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
+from hicache.write_policy import WritePolicy
 from tests.hicache.durable import Image, SimulatedDurableTier
 from tests.simulation import Faults, SimulatedHost, SimulatedTier, World
 
@@ -98,8 +99,12 @@ class Setup:
     async def quiet(self) -> None:
         """Wait until nothing is under way: copies go on when their request is gone."""
         async with asyncio.timeout(60):
-            while any(self.cache._under_way.values()) or self.cache._holders:  # noqa: ASYNC110  # no one event is it
+            while self._is_busy():  # noqa: ASYNC110  # no one event is it
                 await asyncio.sleep(0.01)
+
+    def _is_busy(self) -> bool:
+        cache = self.cache
+        return bool(any(cache._under_way.values()) or cache._holders or cache.writing_through.is_running)
 
     def raw(self, tier_id: TierId, slot: int) -> bytes:
         tier = self.cache.tiers[tier_id]
@@ -119,6 +124,8 @@ async def opened(
     image: Image | None = None,
     sync_s: float = 1e-3,
     eager: float = 0.2,
+    write_policy: WritePolicy = WritePolicy.DEMOTE,
+    exclusive: bool = False,
 ) -> AsyncIterator[Setup]:
     """A cache that runs for the length of the block, on tiers with jitter and, if asked, faults. With an `image`, its
     NVMe tier survives crashes, and finds that image when it opens."""
@@ -157,7 +164,9 @@ async def opened(
     tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
     if nvme is not None:
         tiers[NVME] = nvme
-    async with Cache(LAYOUT, tiers, clock=world, metadata_bytes=metadata_bytes) as cache:
+    async with Cache(
+        LAYOUT, tiers, clock=world, metadata_bytes=metadata_bytes, write_policy=write_policy, exclusive=exclusive
+    ) as cache:
         yield Setup(cache, device, host, nvme)
 
 

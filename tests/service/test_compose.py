@@ -290,6 +290,44 @@ def test_steps_beyond_the_device_are_refused_and_the_cache_goes_on(tmp_path: Pat
         assert cache.match(MODEL, prompt(1, 60)).num_tokens == 0
 
 
+def test_what_is_fetched_ahead_is_in_the_host(tmp_path: Path) -> None:
+    model = Model()
+    with open_cache(tmp_path, device_pages=16, host_pages=32) as cache:
+        tokens = prompt(1, 8 * PAGE + 1)
+        for document in range(1, 8):
+            with cache.sequence(MODEL, prompt(document, 8 * PAGE + 1)) as sequence:
+                model.run(sequence, prompt(document, 8 * PAGE + 1))
+        assert cache.match(MODEL, tokens).by_tier == {NVME: 8 * PAGE}
+        assert cache.prefetch(MODEL, tokens, max_pages=8).num_left_out == 8, "all else was used within a minute"
+        prefetch = cache.prefetch(MODEL, tokens, timeout_s=1e-9, max_pages=8)
+        prefetch.cancel()
+        prefetch.wait()
+        assert cache.prefetch(dataclasses.replace(MODEL, tenant="nobody"), tokens).num_begun == 0
+        with pytest.raises(BadRequest, match="max_pages"):
+            cache.prefetch(MODEL, tokens, max_pages=-1)
+    prefetch.cancel()
+    with open_cache(tmp_path, device_pages=16, host_pages=32) as cache:
+        prefetch = cache.prefetch(MODEL, tokens)
+        assert (prefetch.num_begun, prefetch.wait()) == (8, 8)
+        assert cache.match(MODEL, tokens).by_tier == {HOST: 8 * PAGE}
+
+
+def test_pages_are_on_nvme_as_the_policy_says(tmp_path: Path) -> None:
+    model = Model()
+    with open_cache(tmp_path) as cache:
+        cache.set_write_policy(MODEL, "write-through")
+        with cache.sequence(MODEL, prompt(1, 4 * PAGE)) as sequence:
+            model.run(sequence, prompt(1, 4 * PAGE))
+        assert cache.persist(MODEL, prompt(1, 4 * PAGE)).num_tokens == 4 * PAGE
+        with pytest.raises(BadRequest, match="write_policy"):
+            cache.set_write_policy(MODEL, "write-around")
+    small = LAYOUT.page_bytes
+    with pytest.raises(BadRequest, match="exclusive"):
+        HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, write_policy="write-through", exclusive=True)
+    with pytest.raises(BadRequest, match="write_policy"):
+        HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, write_policy="later")
+
+
 def test_a_closed_cache_says_so(tmp_path: Path) -> None:
     cache = open_cache(tmp_path, nvme_pages=None)
     sequence = cache.sequence(MODEL, prompt(1, 20))
