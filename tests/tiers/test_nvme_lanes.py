@@ -17,7 +17,7 @@ from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.io import FileIO, Scratch, aligned_buffer
 from hicache.tiers.nvme.lanes import MAX_QUEUED, Lanes
-from hicache.tiers.nvme.store import MAX_RUN_BYTES
+from hicache.tiers.nvme.store import MAX_RUN_BYTES, READ_TRANSFERS
 from tests.stamps import identity_chain, other_identities, stamp
 from tests.tiers.contract import GUARD, expect_miss, expect_page, fetch, run, store, write_of
 from tests.tiers.faulty_files import Fault, FaultyFiles, HeldFiles
@@ -110,6 +110,60 @@ def test_a_run_is_no_longer_than_its_bound_and_leaves_no_thread_idle() -> None:
             longest = MAX_RUN_BYTES // shape.slot_bytes
             assert files.lengths[0] == longest * shape.slot_bytes == max(files.lengths)
             assert sum(files.lengths) == 40 * shape.slot_bytes
+
+    run(main())
+
+
+def test_large_requests_are_cut_into_few_runs_and_small_ones_are_spread_out() -> None:
+    files = CountingFiles()
+
+    async def main() -> None:
+        for page_bytes, lengths in ((368_640, [4, 4, 4, 4]), (12_288, [1] * 16), (2 << 20, [1] * 16)):
+            shape = shape_of(page_bytes)
+            async with small_tier(shape, 16, slots_per_segment=16, files=files, write_lanes=16) as tier:
+                slots, identities = tier.allocate(16), identity_chain(16)
+                files.lengths.clear()
+                assert await tier.write(aligned_writes(tier, slots.tolist(), identities)) == [Outcome.OK] * 16
+                written = [length for length in files.lengths if length % shape.slot_bytes == 0]
+                assert written == [count * shape.slot_bytes for count in lengths]
+
+    run(main())
+
+
+def test_the_device_reads_no_more_at_a_time_than_is_good_for_it() -> None:
+    class MeetingFiles(FileIO):
+        """Reads that go on when as many as may be under way at one time have come."""
+
+        def __init__(self) -> None:
+            self.together = threading.Barrier(READ_TRANSFERS, timeout=60)
+            self.counting = threading.Lock()
+            self.num_inside = self.most_inside = 0
+            self.meets = False
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if not self.meets:
+                return super().preadv(fd, buffers, offset)
+            with self.counting:
+                self.num_inside += 1
+                self.most_inside = max(self.most_inside, self.num_inside)
+            self.together.wait()
+            try:
+                return super().preadv(fd, buffers, offset)
+            finally:
+                with self.counting:
+                    self.num_inside -= 1
+
+    files = MeetingFiles()
+
+    async def main() -> None:
+        num_pages = 4 * READ_TRANSFERS
+        async with small_tier(SMALL, num_pages, files=files, read_lanes=num_pages) as tier:
+            slots, identities = tier.allocate(num_pages), identity_chain(num_pages)
+            await store(tier, slots, identities)
+            files.meets = True
+            reading = read_all(tier, slots[::-1].tolist(), identities[::-1], together=True)
+            assert await reading == [Outcome.OK] * num_pages
+            assert files.most_inside == READ_TRANSFERS
 
     run(main())
 

@@ -34,8 +34,9 @@ _PAGE: Final = struct.Struct("<8s4H16s2I4Q2I32s32s112s")
 _SEGMENT: Final = struct.Struct("<8s4H16s2I2Q2I")
 _CRC: Final = struct.Struct("<I")
 _RESERVED: Final = bytes(112)
-_GIL_KEPT_BELOW: Final = 32 << 10
-"""Shorter checksums take a few microseconds: waiting for the interpreter lock again would cost more."""
+_GIL_KEPT_BELOW: Final = 128 << 10
+"""Shorter checksums take some ten microseconds at most: getting the interpreter lock back, layer by layer and against
+all other lanes, costs more (writes of pages with layers of 64 KiB were a third slower)."""
 
 assert _PAGE.size == PAGE_HEADER_FIXED_BYTES
 

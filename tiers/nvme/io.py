@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from hicache.tiers.nvme.geometry import BLOCK, PageShape, round_up
+from hicache.tiers.nvme.turns import Turns
 
 MAX_STALLS: Final = 64
 """Calls in a row without progress (interrupted, or less than a block moved) before a transfer is given up."""
@@ -111,6 +112,11 @@ class FileIO:
     def fdatasync(self, fd: int) -> None:
         """Make the file's bytes, and as much of its metadata as reading them takes, survive a power cut."""
         os.fdatasync(fd)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def own_uid() -> int:
@@ -247,12 +253,17 @@ class Scratch:
     """Aligned memory of one lane thread: page headers, last blocks and encoded pages of a run, and one page for buffers
     that are not aligned. Takes memory only where it is used."""
 
-    def __init__(self, shape: PageShape, max_run_pages: int) -> None:
+    def __init__(self, shape: PageShape, max_run_pages: int, turns: Turns | None = None) -> None:
+        self.turns: Final = Turns() if turns is None else turns
+        """What this lane shares with others of its kind."""
         header_bytes = shape.header_bytes
         headers = aligned_buffer(header_bytes * max_run_pages)
         tails = aligned_buffer(BLOCK * max_run_pages)
         self.headers = [headers[start : start + header_bytes] for start in range(0, len(headers), header_bytes)]
         self.tails = [tails[start : start + BLOCK] for start in range(0, len(tails), BLOCK)]
         self.page = aligned_buffer(round_up(max(shape.page_bytes, shape.room_bytes)))
-        room_bytes = 0 if shape.coding is None else round_up(shape.room_bytes)
-        self.encoded = [aligned_buffer(room_bytes) for _ in range(max_run_pages if room_bytes else 0)]
+        self.encoded: list[memoryview] = []
+        if shape.coding is not None:
+            room_bytes = round_up(shape.room_bytes)
+            rooms = aligned_buffer(room_bytes * max_run_pages)
+            self.encoded = [rooms[start : start + room_bytes] for start in range(0, len(rooms), room_bytes)]

@@ -168,7 +168,8 @@ class SegmentFile:
             buffers.append(scratch.headers[position])
             buffers += blocks
         try:
-            reached = read_fully(self._files, self.fd, buffers, self._geometry.slot_offset(gets[0].index))
+            with scratch.turns.transfer:
+                reached = read_fully(self._files, self.fd, buffers, self._geometry.slot_offset(gets[0].index))
         except OSError as error:
             if len(gets) > 1:
                 return [finding for get in gets for finding in self.read_pages([get], scratch)]
@@ -176,8 +177,9 @@ class SegmentFile:
             return [Finding.DEVICE_ERROR]
         self._health.succeeded(Kind.READ)
         findings = []
-        for position, get in enumerate(gets):
-            findings.append(self._verify(get, position, scratch) if reached >= stops[position] else Finding.SHORT)
+        with scratch.turns.check:
+            for position, get in enumerate(gets):
+                findings.append(self._verify(get, position, scratch) if reached >= stops[position] else Finding.SHORT)
         return findings
 
     def _verify(self, get: PageGet, position: int, scratch: Scratch) -> Finding:

@@ -47,7 +47,7 @@ from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.health import Health
 from hicache.tiers.nvme.index import Index
-from hicache.tiers.nvme.io import FileIO, Scratch
+from hicache.tiers.nvme.io import FileIO, Scratch, num_cores
 from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.namespaces import Namespaces
 from hicache.tiers.nvme.records import Rows, namespace_room
@@ -65,14 +65,19 @@ from hicache.tiers.nvme.runs import (
     cut_runs,
 )
 from hicache.tiers.nvme.segment import LayerGet, SegmentFile
+from hicache.tiers.nvme.turns import Turns
 from hicache.tiers.slots import SlotPool
 
 READ_LANES: Final = 16
 WRITE_LANES: Final = 16
+READ_TRANSFERS: Final = 8
+"""Reads that the device works on at one time; the other lanes check what came in, or wait with the next."""
 LAYER_LANES: Final = 8
 """Layers that attention waits for do not queue behind pages that are promoted."""
 MAX_RUN_BYTES: Final = 2 << 20
 """Longest I/O that neighbouring slots are joined to."""
+MIN_RUN_BYTES: Final = 1 << 20
+"""Neighbouring slots are not cut into shorter I/Os so that more threads have one: handing over costs more."""
 MAX_RUN_PAGES: Final = 64
 """Most pages in one I/O."""
 HUNG_AFTER_S: Final = 10.0
@@ -544,16 +549,23 @@ class NvmeTier:
     # ---- parts of the above
 
     def _lanes(self, name: str, num_threads: int) -> Lanes:
+        # Reads alone: what is written is checked before it goes out, and there the device has enough to do.
+        is_reading = name == "nvme-read"
+        turns = Turns(transfers=READ_TRANSFERS, checks=max(1, num_cores() // 2)) if is_reading else Turns()
         return Lanes(
-            name, num_threads=num_threads, scratch=lambda: Scratch(self._shape, self._max_run), clock=self._clock
+            name, num_threads=num_threads, scratch=lambda: Scratch(self._shape, self._max_run, turns), clock=self._clock
         )
 
     def _all_lanes(self) -> tuple[Lanes, ...]:
         return self._reads, self._writes, self._layers, self._commit_lane
 
     def _cut(self, slots: Sequence[int], lanes: Lanes) -> Iterator[tuple[int, int, slice]]:
-        """Runs as long as `MAX_RUN_BYTES` allows, but no longer than it takes to keep all threads busy."""
-        return cut_runs(slots, self._geometry, min(self._max_run, -(-len(slots) // lanes.num_threads)))
+        """Runs for every thread, of `MIN_RUN_BYTES` to `MAX_RUN_BYTES`; what is less than that in all, is wanted soon
+        and spread out."""
+        num_bytes = len(slots) * self._shape.slot_bytes
+        most_runs = num_bytes // MIN_RUN_BYTES or len(slots)
+        num_runs = max(-(-len(slots) // self._max_run), min(lanes.num_threads, most_runs), 1)
+        return cut_runs(slots, self._geometry, -(-len(slots) // num_runs))
 
     def _problem(self, slot: int, generation: int, identity: PageIdentity) -> Finding | None:
         """Why memory alone already says that the slot does not hold the page; None if it does."""
