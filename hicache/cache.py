@@ -15,7 +15,7 @@ Three rules, on which the promises of the project rest:
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from hicache.arguments import flag
 from hicache.clock import Clock
+from hicache.deciding import STALE_S, Decision, PrefillSpeeds, decide
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.guarding import guarded
 from hicache.layout import KVLayout
@@ -31,8 +32,10 @@ from hicache.lease import Lease, Move, Pin
 from hicache.movers import Lane, PageMove, Priority, Transfer
 from hicache.namespace import Namespace
 from hicache.node import Node
+from hicache.planner import routes_to
 from hicache.policy.base import EvictionPolicy
 from hicache.prefetch import Prefetch, begin
+from hicache.prefill import PrefillCurve
 from hicache.recovery import Progress, Recovery, recover
 from hicache.residency import IN_TIER, Residency
 from hicache.tier import (
@@ -86,6 +89,8 @@ class Counters:
     tokens_asked: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     """Tokens found, by the fastest tier that had them when they were asked for."""
+    tokens_left: int = 0
+    """Tokens that were cached, but slower to load than to compute: they are not among those found."""
     tokens_computed: int = 0
     """Tokens whose KV came in through a sequence's step."""
     pages_published: int = 0
@@ -150,6 +155,8 @@ class Cache:
         exclusive: whether a page leaves NVMe once it is in the host, unless it was persisted. Host and NVMe then hold
             as many different pages as both have room for, and each demotion is a write. By default a page that comes
             back keeps its copy on NVMe, and leaves the host for nothing.
+        prefill: what computing costs; with `PrefillSpeeds` it is learnt from the steps of sequences. Hits that are
+            slower to load than to compute are then left where they are (`hicache.deciding`). None: all are loaded.
         progress: told while pages that the NVMe tier has kept over a restart are put back.
 
     Raises `BadRequest` when tiers and layout disagree, the budget cannot hold a single page, or `exclusive` is asked
@@ -166,6 +173,7 @@ class Cache:
         metadata_bytes: int | None = None,
         write_policy: WritePolicy = WritePolicy.DEMOTE,
         exclusive: bool = False,
+        prefill: PrefillCurve | PrefillSpeeds | None = None,
         progress: Progress | None = None,
     ) -> None:
         unknown = [tier_id for tier_id in tiers if tier_id not in OWN_TIERS]
@@ -222,6 +230,9 @@ class Cache:
         self._persisted: list[Node] = []
         """Ends of prefixes that were persisted, if the cache is exclusive: with what they were joined to, they stay on
         NVMe."""
+        self._prefill: Final = prefill
+        self._copied_at: Final[dict[str, float]] = {}
+        """When a page last came whole through a lane, by its name."""
         self._report_progress: Final = progress
         self.recovered = Recovery()
         """What came back from the NVMe tier when the cache was opened."""
@@ -301,6 +312,42 @@ class Cache:
     def fastest(self, node: Node) -> TierId:
         """The fastest tier that can serve the node now."""
         return next(tier_id for tier_id in self.tiers if node.residency(tier_id) is Residency.RESIDENT)
+
+    def learn(self, namespace: Namespace, start: int, stop: int, seconds: float) -> None:
+        """A step of the namespace's model computed tokens `[start, stop)` of one prompt in `seconds`, with everything
+        before them on the device. Nothing, where the cache does not learn. Raises `BadRequest` for an empty range or a
+        time that is not above zero."""
+        if isinstance(self._prefill, PrefillSpeeds):
+            self._prefill.learn(namespace.model, start, stop, seconds)
+
+    def decide(self, namespace: Namespace, num_tokens: int, coverage: Coverage) -> Decision:
+        """How much of what is cached of a prompt of `num_tokens` tokens is worth taking. Changes nothing."""
+        num_pages = coverage.num_tokens // self.layout.page_size
+        num_new_pages = self.layout.pages_for(num_tokens - coverage.num_tokens)
+        if num_pages + num_new_pages >= self.tiers[DEVICE].capacity_pages:
+            # It streams, or something else has to leave for it: how long that takes is not known.
+            reason = "the context fills the device, so it is loaded as far as it fits, and streams"
+            return Decision(num_tokens, coverage.runs, coverage.num_tokens, None, None, None, reason)
+        now = self.clock.monotonic()
+        routes = {
+            tier_id: tuple(
+                replace(lane, is_measured=lane.is_measured and now - self._copied_at.get(lane.name, now) < STALE_S)
+                for lane in route
+            )
+            for tier_id, route in routes_to(DEVICE, self._lanes.values()).items()
+        }
+        known = self._prefill
+        curve = known.curve(namespace.model) if isinstance(known, PrefillSpeeds) else known
+        return decide(num_tokens, coverage.runs, routes, curve, page_size=self.layout.page_size)
+
+    def explain(self, namespace: Namespace, tokens: npt.ArrayLike) -> Decision:
+        """What a sequence that is opened for `tokens` now would take from the cache, and why: see `Decision`.
+
+        Of what another tenant has published, it speaks as if it were copied already. Changes nothing. Raises
+        `BadRequest` for tokens that are none.
+        """
+        packed = pack_tokens(tokens)
+        return self.decide(namespace, len(packed), self.coverage(self.tree.match(namespace, packed[:-1])))
 
     # -- sharing ------------------------------------------------------------------------------------------------------
 
@@ -584,6 +631,8 @@ class Cache:
             ok = [position < ok.index(False) for position in range(len(ok))]
         finished = self.tree.finish_move(moving.move, ok)
         moving.num_arrived, moving.is_complete = ok.count(True), all(ok)
+        if moving.num_arrived and lane is not None:
+            self._copied_at[lane.name] = self.clock.monotonic()
         if not all(ok):
             num_failed = ok.count(False) - (outcomes.count(None) if moving.is_given_up else 0)
             if num_failed:

@@ -104,6 +104,7 @@ class Sequence:
         self._private: list[PrivatePage] = []
         self._tail: PrivatePage | None = None
         self._step: StepPlan | None = None
+        self._step_began = 0.0
         self._beginning = False
         self._closed = False
 
@@ -164,6 +165,7 @@ class Sequence:
                 cache.release(self._lease)
                 self._lease = None
             match = tree.match(self.namespace, packed[: match.num_tokens], published=False)
+        match = self._worth_taking(packed, match)
         while match.num_tokens:
             now = cache.clock.monotonic()
             self._lease = tree.lease(match, owner=self.owner, deadline=None, now=now)
@@ -192,6 +194,15 @@ class Sequence:
         self._published = match.num_tokens
         self.cached_by_tier = _cut(coverage, match.num_tokens)
         return match
+
+    def _worth_taking(self, packed: Tokens, match: Match) -> Match:
+        """The beginning of a match that is not slower to load than to compute."""
+        cache = self.cache
+        taken = cache.decide(self.namespace, len(packed), cache.coverage(match)).taken_tokens
+        if taken == match.num_tokens:
+            return match
+        cache.counters.tokens_left += match.num_tokens - taken
+        return cache.tree.match(self.namespace, packed[:taken], published=False)
 
     def _half_way_to(self, deadline: float) -> float:
         now = self.cache.clock.monotonic()
@@ -342,6 +353,7 @@ class Sequence:
             self._step = await self._plan(packed, deadline)
         finally:
             self._beginning = False
+        self._step_began = self.cache.clock.monotonic()
         return self._step
 
     async def _plan(self, packed: Tokens, deadline: float) -> StepPlan:
@@ -410,6 +422,7 @@ class Sequence:
             self.abort(plan)
             raise NotResident("the cache", "part of the context, damaged in the meantime,")
         self._end(plan)
+        self._learn(plan)
         page_size = cache.layout.page_size
         self._tokens = np.concatenate([self._tokens, plan.tokens])
         cache.counters.tokens_computed += len(plan.tokens)
@@ -420,6 +433,12 @@ class Sequence:
         self._tail = pages[num_whole] if len(pages) > num_whole else None
         self._private = pages[:num_whole]
         self._publish()
+
+    def _learn(self, plan: StepPlan) -> None:
+        """What a step took whose context was all on the device tells what computing costs."""
+        seconds = self.cache.clock.monotonic() - self._step_began
+        if seconds > 0 and all(run.tier_id == DEVICE for run in plan.runs):
+            self.cache.learn(self.namespace, self.length, self.length + len(plan.tokens), seconds)
 
     def _publish(self) -> None:
         """Give the whole private pages to the tree, up to the first that a fork reads as its own; none where the

@@ -104,7 +104,9 @@ class Writer:
 
         `targets` is asked again for each wave, as nodes split meanwhile. Ends when all are there, or no room can be
         had, or a copy failed. A node that had to leave again for another one is not written a second time: in a tier
-        that is too small for all of them they would take turns. Returns how many pages came to NVMe. Raises `DeadlineExceeded`; what was begun goes on.
+        that is too small for all of them they would take turns.
+
+        Returns how many pages came to NVMe. Raises `DeadlineExceeded`; what was begun goes on.
         """
         cache = self._cache
         begun: set[Node] = set()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -29,11 +29,13 @@ from hicache import sequence as core
 from hicache.arguments import flag
 from hicache.cache import DRAIN_S, Cache, Coverage
 from hicache.clock import Clock, SystemClock
+from hicache.deciding import Decision, PrefillSpeeds
 from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
 from hicache.namespace import Namespace
+from hicache.prefill import PrefillCurve
 from hicache.recovery import Recovery
 from hicache.service.snapshot import snapshot_of, stats_of
 from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
@@ -104,6 +106,7 @@ class HiCache:
         metadata_bytes: int | None = None,
         write_policy: str = WritePolicy.DEMOTE.value,
         exclusive: bool = False,
+        prefill: PrefillCurve | Literal["measure"] | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Open a cache for pages of one layout. What its NVMe tier has kept over a restart is found in it again.
@@ -128,6 +131,9 @@ class HiCache:
                 their own (`set_write_policy`).
             exclusive: whether a page leaves NVMe when it comes back to the host, unless it was persisted: more pages in
                 both together, and a write for each time that one goes down. Not with a policy that writes through.
+            prefill: what computing a prompt costs. "measure" learns it from the steps of sequences, from entering one
+                to leaving it, and takes a CPU, as on CUDA a step is left before its work has ended. A hit that is
+                slower to load than to compute is then left where it is: see `explain`. None: every hit is loaded.
             progress: told of what a restart brings back: first "nvme" and how much of its log is read, of how much;
                 then "pages" and how many are back, of how many. Called in the cache's own thread; must not raise.
 
@@ -135,7 +141,7 @@ class HiCache:
         """
         return cls(_Budgets.checked(
             layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, nvme_min_free_bytes, nvme_write_bytes_per_day,
-            nvme_codec, device, metadata_bytes, write_policy, exclusive, progress,
+            nvme_codec, device, metadata_bytes, write_policy, exclusive, prefill, progress,
         ))
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
@@ -267,6 +273,16 @@ class HiCache:
             return cache.coverage(cache.tree.match(namespace, tokens))
 
         return self._call(match())
+
+    def explain(self, namespace: Namespace, tokens: npt.ArrayLike) -> Decision:
+        """What a request for `tokens` (1-D, int32 ids) would take from the cache now, what it would compute although it
+        is cached, and why, with the seconds predicted for either. Changes nothing. Raises `BadRequest`, `Closed`."""
+        cache = self._built.cache
+
+        async def explain() -> Decision:
+            return cache.explain(namespace, tokens)
+
+        return self._call(explain())
 
     def sequence(
         self, namespace: Namespace, tokens: npt.ArrayLike, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -573,6 +589,7 @@ class _Budgets:
     metadata_bytes: int | None
     write_policy: WritePolicy
     exclusive: bool
+    prefill: PrefillCurve | Literal["measure"] | None
     progress: Progress | None
 
     @classmethod
@@ -590,6 +607,7 @@ class _Budgets:
         metadata_bytes: int | None,
         write_policy: str,
         exclusive: bool,
+        prefill: PrefillCurve | Literal["measure"] | None,
         progress: Progress | None,
     ) -> "_Budgets":
         budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes}
@@ -617,9 +635,13 @@ class _Budgets:
         policy = WritePolicy.named(write_policy)
         if flag("exclusive", exclusive) and policy is not WritePolicy.DEMOTE:
             raise BadRequest("exclusive", f"contradicts {policy.value}, which keeps copies on NVMe")
+        if prefill == "measure" and not device.startswith("cpu"):
+            raise BadRequest("prefill", f"steps on {device} are left before their work has ended; give a PrefillCurve")
+        if not (prefill is None or prefill == "measure" or isinstance(prefill, PrefillCurve)):
+            raise BadRequest("prefill", f"{prefill!r:.80} is no PrefillCurve, nor 'measure'")
         return cls(
             layout, device_bytes, host_bytes, directories, nvme_bytes or 0, nvme_min_free_bytes,
-            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, policy, exclusive, progress,
+            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, policy, exclusive, prefill, progress,
         )
 
     def told(self, phase: str) -> Callable[[int, int], None]:
@@ -705,6 +727,7 @@ async def _build(budgets: _Budgets) -> _Parts:
         cache = Cache(
             layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes, write_policy=budgets.write_policy,
             exclusive=budgets.exclusive, progress=budgets.told("pages"),
+            prefill=PrefillSpeeds() if budgets.prefill == "measure" else budgets.prefill,
         )
         stack.pop_all()
         return _Parts(cache, device, host, nvme)

@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.cache import Cache
+from hicache.deciding import PrefillSpeeds
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
+from hicache.prefill import PrefillCurve
 from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
 from hicache.write_policy import WritePolicy
@@ -126,6 +128,7 @@ async def opened(
     eager: float = 0.2,
     write_policy: WritePolicy = WritePolicy.DEMOTE,
     exclusive: bool = False,
+    prefill: PrefillCurve | PrefillSpeeds | None = None,
 ) -> AsyncIterator[Setup]:
     """A cache that runs for the length of the block, on tiers with jitter and, if asked, faults. With an `image`, its
     NVMe tier survives crashes, and finds that image when it opens."""
@@ -165,7 +168,13 @@ async def opened(
     if nvme is not None:
         tiers[NVME] = nvme
     async with Cache(
-        LAYOUT, tiers, clock=world, metadata_bytes=metadata_bytes, write_policy=write_policy, exclusive=exclusive
+        LAYOUT,
+        tiers,
+        clock=world,
+        metadata_bytes=metadata_bytes,
+        write_policy=write_policy,
+        exclusive=exclusive,
+        prefill=prefill,
     ) as cache:
         yield Setup(cache, device, host, nvme)
 

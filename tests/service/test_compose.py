@@ -13,6 +13,7 @@ from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, No
 from hicache.kernels.attend import attend
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
+from hicache.prefill import PrefillCurve
 from hicache.service import compose
 from hicache.service.compose import HiCache, Sequence
 from hicache.tier import DEVICE, HOST, NVME, PageIdentity, PageWrite
@@ -326,6 +327,39 @@ def test_pages_are_on_nvme_as_the_policy_says(tmp_path: Path) -> None:
         HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, write_policy="write-through", exclusive=True)
     with pytest.raises(BadRequest, match="write_policy"):
         HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, write_policy="later")
+
+
+def test_it_says_what_would_be_loaded_and_why(tmp_path: Path) -> None:
+    model, tokens = Model(), prompt(1, 4 * PAGE + 1)
+    small = 16 * LAYOUT.page_bytes
+    fast = PrefillCurve(token_s=1e-9)
+    with HiCache.open(
+        LAYOUT, device_bytes=small, host_bytes=4 * small, nvme_dir=tmp_path, nvme_bytes=1 << 23, prefill=fast
+    ) as cache:
+        assert cache.explain(MODEL, tokens).reason.startswith("nothing")
+        with cache.sequence(MODEL, tokens) as sequence:
+            model.run(sequence, tokens)
+        assert cache.explain(MODEL, tokens).reason == "all that is cached is on the device"
+        # Nothing came up from the host yet: what that costs has to be seen once.
+        for is_left in (False, True):
+            for document in (2, 3, 4):
+                with cache.sequence(MODEL, prompt(document + 3 * is_left, 6 * PAGE + 1)) as sequence:
+                    model.run(sequence, prompt(document + 3 * is_left, 6 * PAGE + 1))
+            said = cache.explain(MODEL, tokens)
+            assert (said.left_tokens > 0) == is_left, said
+            with cache.sequence(MODEL, tokens) as sequence:
+                assert sequence.num_cached == said.taken_tokens
+                outputs = model.run(sequence, tokens)
+                assert_close(outputs, model.expected(tokens, (len(tokens) - said.taken_tokens - 1) % 64 + 1))
+        assert cache.stats()["counters"]["tokens_left"] == said.left_tokens
+    with HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, prefill="measure") as cache:
+        with cache.sequence(MODEL, tokens) as sequence:
+            model.run(sequence, tokens)
+        assert cache.explain(MODEL, tokens).taken_tokens == 4 * PAGE
+    with pytest.raises(BadRequest, match="prefill"):
+        HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, prefill="guess")  # type: ignore[arg-type]  # a mistake
+    with pytest.raises(BadRequest, match="prefill"):
+        HiCache.open(LAYOUT, device_bytes=small, host_bytes=small, prefill="measure", device="cuda")
 
 
 def test_a_closed_cache_says_so(tmp_path: Path) -> None:
