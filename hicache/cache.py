@@ -33,7 +33,8 @@ from hicache.movers import Lane, PageMove, Priority, Transfer
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.planner import routes_to
-from hicache.policy.base import EvictionPolicy
+from hicache.policies import LRU, policies_named
+from hicache.policy.base import EvictionPolicy, HearsUses, Use
 from hicache.prefetch import Prefetch, begin
 from hicache.prefill import PrefillCurve
 from hicache.recovery import Progress, Recovery, recover
@@ -148,7 +149,8 @@ class Cache:
         layout: shape of a page; every tier has `page_bytes == layout.page_bytes`.
         tiers: the tiers by id. `HOST` is required and supports views; `DEVICE` and `NVME` may be absent.
         clock: decides recency and deadlines.
-        policies: eviction policy by tier, LRU where none is given.
+        policy: name of the eviction policy of every tier (`hicache.policies`).
+        policies: eviction policies by tier, used instead. Whoever made them tells them of uses (`HearsUses`).
         metadata_bytes: most memory that the tree itself may use, by its own estimate; None for no bound but that of the
             tiers' slots. Reaching it drops the coldest pages from all tiers.
         write_policy: when pages are written to NVMe, for namespaces that `set_write_policy` does not name.
@@ -169,6 +171,7 @@ class Cache:
         tiers: Mapping[TierId, Tier],
         *,
         clock: Clock,
+        policy: str = LRU,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,
         write_policy: WritePolicy = WritePolicy.DEMOTE,
@@ -195,9 +198,17 @@ class Cache:
         self.layout: Final = layout
         self.clock: Final = clock
         self.tiers: Final = {tier_id: tiers[tier_id] for tier_id in OWN_TIERS if tier_id in tiers}
+        named = policies_named(policy, self.tiers)
         self.tree: Final = HiRadixTree(
-            page_size=layout.page_size, tiers=tuple(self.tiers), policies=policies, metadata_bytes=metadata_bytes
+            page_size=layout.page_size,
+            tiers=tuple(self.tiers),
+            policies={**named, **(policies or {})},
+            metadata_bytes=metadata_bytes,
         )
+        self._hearing: Final = [
+            each for tier_id, each in named.items() if tier_id not in (policies or {}) and isinstance(each, HearsUses)
+        ]
+        """Eviction policies that are told of uses."""
         self.counters: Final = Counters()
         self._host_view: Final = host.view
         self._device: Final = device
@@ -977,6 +988,14 @@ class Cache:
             self.free({HOST: slots})
         self.unpin(reading.pins)
         reading.done.set()
+
+    def tell_use(self, lease: Lease | None) -> None:
+        """A prompt was looked up and computed, of which the leased prefix is cached: the eviction policies learn of it.
+        Once a request; the tree has been told of its recency before."""
+        if self._hearing and (path := self.path(lease)):
+            use = Use(path, self.clock.monotonic())
+            for policy in self._hearing:
+                policy.used(use)
 
     def release(self, lease: Lease) -> None:
         """End a lease: pages that nobody else needs may leave now."""

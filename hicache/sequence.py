@@ -105,6 +105,8 @@ class Sequence:
         self._tail: PrivatePage | None = None
         self._step: StepPlan | None = None
         self._step_began = 0.0
+        self._num_asked = 0
+        """Tokens of the prompt; 0 once its use was told."""
         self._beginning = False
         self._closed = False
 
@@ -128,6 +130,7 @@ class Sequence:
         if not len(packed):
             raise BadRequest("tokens", "is empty; a sequence needs at least one token")
         sequence = cls(cache, namespace, owner=owner)
+        sequence._num_asked = len(packed)
         try:
             found = await sequence._take_pages(packed, deadline)
             await sequence._take_partial(packed, found, sequence._patience_until(deadline))
@@ -433,6 +436,8 @@ class Sequence:
         self._tail = pages[num_whole] if len(pages) > num_whole else None
         self._private = pages[:num_whole]
         self._publish()
+        if self.length >= self._num_asked:
+            self._tell_use()
 
     def _learn(self, plan: StepPlan) -> None:
         """What a step took whose context was all on the device tells what computing costs."""
@@ -585,12 +590,19 @@ class Sequence:
         self._closed = True
         if self._step is not None:
             self.abort(self._step)
+        self._tell_use()
         for page in self._private_pages():
             self._drop(page)
         self._private, self._tail = [], None
         if self._lease is not None:
             self.cache.release(self._lease)
             self._lease = None
+
+    def _tell_use(self) -> None:
+        """The prompt was computed as far as it will be: a use, once. What is decoded afterwards is none."""
+        if self._num_asked:
+            self._num_asked = 0
+            self.cache.tell_use(self._lease)
 
     def _drop(self, page: PrivatePage) -> None:
         page.num_readers -= 1

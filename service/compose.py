@@ -35,6 +35,7 @@ from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
 from hicache.namespace import Namespace
+from hicache.policies import LRU, check_policy
 from hicache.prefill import PrefillCurve
 from hicache.recovery import Recovery
 from hicache.service.snapshot import snapshot_of, stats_of
@@ -104,6 +105,7 @@ class HiCache:
         nvme_codec: str = "none",
         device: str = "cpu",
         metadata_bytes: int | None = None,
+        policy: str = LRU,
         write_policy: str = WritePolicy.DEMOTE.value,
         exclusive: bool = False,
         prefill: PrefillCurve | Literal["measure"] | None = None,
@@ -126,6 +128,7 @@ class HiCache:
             device: "cpu", or "cuda[:index]" where there is one.
             metadata_bytes: most memory for the index of what is cached, by its own estimate (about 700 bytes a prefix
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
+            policy: which pages leave a tier first: "lru", "lrfu" or "value", see `hicache.policies`.
             write_policy: when pages are written to NVMe: "demote-on-evict", when they leave the host; "write-through",
                 when they are published; "write-through-selective", when a second request uses them. Namespaces may have
                 their own (`set_write_policy`).
@@ -141,7 +144,7 @@ class HiCache:
         """
         return cls(_Budgets.checked(
             layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, nvme_min_free_bytes, nvme_write_bytes_per_day,
-            nvme_codec, device, metadata_bytes, write_policy, exclusive, prefill, progress,
+            nvme_codec, device, metadata_bytes, policy, write_policy, exclusive, prefill, progress,
         ))
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
@@ -587,6 +590,7 @@ class _Budgets:
     nvme_codec: str
     device: str
     metadata_bytes: int | None
+    policy: str
     write_policy: WritePolicy
     exclusive: bool
     prefill: PrefillCurve | Literal["measure"] | None
@@ -605,6 +609,7 @@ class _Budgets:
         nvme_codec: str,
         device: str,
         metadata_bytes: int | None,
+        policy: str,
         write_policy: str,
         exclusive: bool,
         prefill: PrefillCurve | Literal["measure"] | None,
@@ -632,16 +637,17 @@ class _Budgets:
             PageShape.of(layout, codec=nvme_codec)
         except BadRequest as error:
             raise BadRequest("nvme_codec", error.problem) from None
-        policy = WritePolicy.named(write_policy)
-        if flag("exclusive", exclusive) and policy is not WritePolicy.DEMOTE:
-            raise BadRequest("exclusive", f"contradicts {policy.value}, which keeps copies on NVMe")
+        check_policy(policy)
+        written = WritePolicy.named(write_policy)
+        if flag("exclusive", exclusive) and written is not WritePolicy.DEMOTE:
+            raise BadRequest("exclusive", f"contradicts {written.value}, which keeps copies on NVMe")
         if prefill == "measure" and not device.startswith("cpu"):
             raise BadRequest("prefill", f"steps on {device} are left before their work has ended; give a PrefillCurve")
         if not (prefill is None or prefill == "measure" or isinstance(prefill, PrefillCurve)):
             raise BadRequest("prefill", f"{prefill!r:.80} is no PrefillCurve, nor 'measure'")
         return cls(
             layout, device_bytes, host_bytes, directories, nvme_bytes or 0, nvme_min_free_bytes,
-            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, policy, exclusive, prefill, progress,
+            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, policy, written, exclusive, prefill, progress,
         )
 
     def told(self, phase: str) -> Callable[[int, int], None]:
@@ -725,9 +731,15 @@ async def _build(budgets: _Budgets) -> _Parts:
             await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(
-            layout, tiers, clock=clock, metadata_bytes=budgets.metadata_bytes, write_policy=budgets.write_policy,
-            exclusive=budgets.exclusive, progress=budgets.told("pages"),
+            layout,
+            tiers,
+            clock=clock,
+            policy=budgets.policy,
+            metadata_bytes=budgets.metadata_bytes,
+            write_policy=budgets.write_policy,
+            exclusive=budgets.exclusive,
             prefill=PrefillSpeeds() if budgets.prefill == "measure" else budgets.prefill,
+            progress=budgets.told("pages"),
         )
         stack.pop_all()
         return _Parts(cache, device, host, nvme)

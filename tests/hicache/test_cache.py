@@ -6,6 +6,7 @@ import pytest
 
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, NotResident, TierUnavailable
 from hicache.movers import Priority
+from hicache.policies import NAMES
 from hicache.sequence import Sequence
 from hicache.tier import DEVICE, HOST, NVME, TierId
 from hicache.write_policy import WritePolicy
@@ -470,6 +471,7 @@ async def _history(world: World, faults: Faults) -> None:
         faults=faults,
         write_policy=(write_policy := rng.choice(list(WritePolicy))),
         exclusive=write_policy is WritePolicy.DEMOTE and rng.random() < 0.5,
+        policy=rng.choice(list(NAMES)),
     ) as setup:
 
         async def client() -> None:

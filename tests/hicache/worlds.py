@@ -19,6 +19,7 @@ from hicache.cache import Cache
 from hicache.deciding import PrefillSpeeds
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
+from hicache.policies import LRU
 from hicache.prefill import PrefillCurve
 from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
@@ -126,6 +127,7 @@ async def opened(
     image: Image | None = None,
     sync_s: float = 1e-3,
     eager: float = 0.2,
+    policy: str = LRU,
     write_policy: WritePolicy = WritePolicy.DEMOTE,
     exclusive: bool = False,
     prefill: PrefillCurve | PrefillSpeeds | None = None,
@@ -171,6 +173,7 @@ async def opened(
         LAYOUT,
         tiers,
         clock=world,
+        policy=policy,
         metadata_bytes=metadata_bytes,
         write_policy=write_policy,
         exclusive=exclusive,
