@@ -111,23 +111,28 @@ class S3FifoPolicy:
         """In passing, nodes that were used since they stood at the head of a queue take their next place: a second call
         gives the same nodes."""
         given: set[Box] = set()
-        small_pages = self._small_pages
+        small_pages, num_kept = self._small_pages, 0
         while len(given) < self._num_listed:
             small = next((box for box in self._small if box not in given), None)
             main = next((box for box in self._main if box not in given), None)
+            if num_kept > len(self._main):
+                main = None  # a whole round of nodes that may not leave
             box = small if small is not None and (small_pages > self._small_max or main is None) else main
             assert box is not None, "what is listed stands in a queue"
             entry = self._entries[box]
             if entry.listed and not entry.frequency:
                 given.add(box)
+                num_kept = 0
                 if not entry.in_main:
                     small_pages -= box[0].num_pages
                 yield box[0]
             elif entry.in_main:
+                num_kept = 0 if entry.frequency else num_kept + 1
                 entry.frequency = max(0, entry.frequency - 1)
                 self._enqueue(box, entry)
             else:
                 # Used since, or kept by something: it has proved itself.
+                num_kept = 0
                 del self._small[box]
                 entry.frequency, entry.in_main = 0, True
                 self._small_pages -= box[0].num_pages

@@ -3,8 +3,8 @@
 Every page of a tier costs the same bytes and saves about the same time when it is read, so what differs is how soon it
 is read again. A node's value is its reuse rate, a product of two parts:
 
-1. Its own past: the sum of its uses, each halved `decay` times a use (LRFU's sum). `decay` is fitted: a fixed fraction
-   of the median number of uses between two reads of one page, kept as a power of two.
+1. Its own past: the sum of its uses, each halved `decay` times a use (LRFU's sum). `decay` is fitted to the median
+   number of uses between two reads of one page, and kept as a power of two.
 2. Its class: how often pages of prompts like the last one that used it were read again, over what their sums alone
    promised. Counted online over a window that also follows the median.
 
@@ -27,11 +27,13 @@ from hicache.policy.base import Use
 from hicache.policy.history import RECORDS_MAX, History
 from hicache.policy.ordered import Ordered
 
-DECAY_OF_MEDIAN: Final = 0.4
-"""Halvings of a sum over the median number of uses between two reads."""
+DECAY_SCALE: Final = 1.1
+DECAY_POWER: Final = -1.16
+"""A sum's halvings a use are `DECAY_SCALE * median ** DECAY_POWER`: about 0.4 over a median of 400 uses between two
+reads, 0.8 over one of 6. What comes back at once is told by recency, what comes back late by how often it came."""
 WINDOW_OF_MEDIAN: Final = 1.75
 """Uses over which a class is counted, in medians."""
-PRIOR_PAGES: Final = 400.0
+PRIOR_PAGES: Final = 200.0
 """Expected reads of a class before its own count weighs as much as the assumption that it is like all others."""
 REFRESH_USES: Final = 32
 """Uses between two looks at the rates."""
@@ -249,7 +251,7 @@ class ValuePolicy:
     def _fit(self, median: float) -> None:
         """Follow the median number of uses between two reads."""
         self._window = max(REFRESH_USES, int(WINDOW_OF_MEDIAN * median))
-        exponent = round(log2(DECAY_OF_MEDIAN / median))
+        exponent = round(log2(DECAY_SCALE * median**DECAY_POWER))
         if exponent == self._decay_exponent:
             return
         self._decay_exponent, self._decay = exponent, 2.0**exponent
