@@ -96,6 +96,10 @@ class SlotPool:
             raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
         return not self._free[slot]
 
+    def is_current(self, slot: int, generation: int) -> bool:
+        """Whether `slot`, which exists, is handed out in that life."""
+        return bool(self._generation[slot] == generation) and not self._free[slot]
+
     def allocated(self) -> Slots:
         """Every slot handed out now, ascending. Walks the whole pool: for checks and inspection."""
         return np.flatnonzero(~self._free[: self.capacity]).astype(np.int32)

@@ -12,6 +12,9 @@ from hicache.tier import Outcome
 class Finding(Enum):
     """One page of one request, in more detail than `Outcome`. The values name counters."""
 
+    # Members are one of a kind. What `Enum` hashes by is their name, in Python, which shows where pages are counted.
+    __hash__ = object.__hash__
+
     OK = "ok"
     FREED = "freed"
     """The slot's generation in memory is another one, before or after the copy."""
@@ -64,6 +67,8 @@ OUTCOMES: Final[Mapping[Finding, Outcome]] = {
 
 
 class Operation(Enum):
+    __hash__ = object.__hash__
+
     WRITE = "write"
     READ = "read"
     READ_LAYER = "read_layer"

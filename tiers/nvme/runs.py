@@ -60,7 +60,7 @@ class Keeper:
 
     def is_current(self, slot: int, generation: int) -> bool:
         """Whether the slot is handed out in that life."""
-        return self.pool.generation(slot) == generation and self.pool.is_allocated(slot)
+        return self.pool.is_current(slot, generation)
 
     def holds(self, slot: int, generation: int) -> bool:
         """Whether a page of that generation lies in the slot, whole."""
