@@ -26,6 +26,7 @@ from hicache.arguments import flag
 from hicache.clock import Clock
 from hicache.deciding import STALE_S, Decision, PrefillSpeeds, decide
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
+from hicache.evictable import tiers_of_children
 from hicache.guarding import guarded
 from hicache.layout import KVLayout
 from hicache.lease import Lease, Move, Pin
@@ -38,7 +39,7 @@ from hicache.policy.base import EvictionPolicy, HearsUses, Use
 from hicache.prefetch import Prefetch, begin
 from hicache.prefill import PrefillCurve
 from hicache.recovery import Progress, Recovery, recover
-from hicache.residency import IN_TIER, Residency
+from hicache.residency import Residency
 from hicache.tier import (
     DEVICE,
     HOST,
@@ -683,7 +684,7 @@ class Cache:
             node.is_live
             and node.residency(NVME) is Residency.RESIDENT
             and node.residency(HOST) is Residency.RESIDENT
-            and all(child.residency(NVME) not in IN_TIER for child in node.children)
+            and not tiers_of_children(node) >> list(self.tiers).index(NVME) & 1
             and self.tree.can_evict(node, NVME)
         )
 

@@ -424,9 +424,10 @@ class Prefetch:
         self.num_left_out: Final = begun.num_left_out
         """Pages on NVMe alone that were not begun, for want of room or beyond `max_pages`."""
 
-    def wait(self) -> int:
-        """Wait until nothing is under way any more; how many pages came. Raises `DeadlineExceeded`, `Closed`."""
-        return self._cache._call(self._core.wait())
+    def wait(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Wait until nothing is under way any more; how many pages came. Raises `DeadlineExceeded` when that takes
+        longer than `timeout_s` seconds and `GRACE_S`, which changes nothing; `Closed`."""
+        return self._cache._call(self._core.wait(), timeout_s=timeout_s)
 
     def cancel(self) -> None:
         """Change one's mind: what has not begun is not copied, and its room is given back. What a request has come for
