@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hicache.errors import BadRequest
 from hicache.policy.base import EvictionPolicy
 from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
@@ -31,6 +30,7 @@ from hicache.policy.s3fifo import S3FifoPolicy
 from hicache.policy.value import ValuePolicy
 from hicache.tools.bench.planner import planner_rows
 from hicache.tools.bench.results import Baseline, Note, Report, Row
+from hicache.tools.exits import UsageProblem
 from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
 from hicache.tools.replay.traces import Trace, read_trace
@@ -80,10 +80,10 @@ NOT_JUDGED: Final = {("agent_tools", 1)}
 
 
 def check(plan: Plan) -> None:
-    """Raise `BadRequest` naming the first trace that is missing."""
+    """Raise `UsageProblem` naming the first trace that is missing."""
     for source in (CONVERSATION, *OTHERS.values()):
         if not (plan.traces / source.file).is_file():
-            raise BadRequest("--traces", f"there is no file {plan.traces / source.file}")
+            raise UsageProblem(f"--traces: there is no file {plan.traces / source.file}")
 
 
 def run(report: Report, note: Note, plan: Plan) -> None:

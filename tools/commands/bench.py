@@ -63,11 +63,22 @@ def _codec(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: codec.run(report, note, divisor=args.scale)
 
 
+def _policy(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import policy
+
+    if args.traces is None:
+        raise UsageProblem("policy needs --traces DIR, the directory of the traces to replay")
+    plan = policy.Plan(args.traces, args.scale)
+    policy.check(plan)
+    return lambda report, note: policy.run(report, note, plan)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
     "movers": Bench("copies that hide behind computing, are asked for early, and are given up", _movers),
     "nvme": Bench("pages in and out of the NVMe tier, beside direct I/O without it", _nvme),
     "restart": Bench("how long until a cache that was killed is warm again", _restart),
+    "policy": Bench("what eviction keeps of real workloads, beside LRU, S3-FIFO, LRFU and MIN", _policy),
     "codec": Bench("codecs on real KV: how small, how exact, how fast, and when they pay", _codec),
 }
 
@@ -83,6 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures in FILE")
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(tempfile.gettempdir()),
                         help="measure the file system of DIR; nothing stays there (default %(default)s)")  # fmt: skip
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="policy: the directory of the traces to replay")
     parser.add_argument("--scale", type=int, default=1, metavar="N",
                         help="divide the loads by N, to try the code, not to measure it (default 1)")  # fmt: skip
 
