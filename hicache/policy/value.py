@@ -27,13 +27,13 @@ from hicache.policy.base import Use
 from hicache.policy.history import RECORDS_MAX, History
 from hicache.policy.ordered import Ordered
 
-DECAY_SCALE: Final = 1.1
+DECAY_SCALE: Final = 0.95
 DECAY_POWER: Final = -1.16
 """A sum's halvings a use are `DECAY_SCALE * median ** DECAY_POWER`: about 0.4 over a median of 400 uses between two
 reads, 0.8 over one of 6. What comes back at once is told by recency, what comes back late by how often it came."""
 WINDOW_OF_MEDIAN: Final = 1.75
 """Uses over which a class is counted, in medians."""
-PRIOR_PAGES: Final = 200.0
+PRIOR_PAGES: Final = 400.0
 """Expected reads of a class before its own count weighs as much as the assumption that it is like all others."""
 REFRESH_USES: Final = 32
 """Uses between two looks at the rates."""
