@@ -88,9 +88,9 @@ def best_possible(paths: list[tuple[int, ...]], capacity: int) -> int:
 def test_min_is_the_best_that_any_cache_could_do() -> None:
     for seed in range(25):
         pick, ids = random.Random(seed), dict[tuple[int, int], int]()
-        paths = []
+        paths = list[tuple[int, ...]]()
         for _ in range(7):
-            path, above = [], -1
+            path, above = list[int](), -1
             for _ in range(pick.randint(1, 3)):
                 above = ids.setdefault((above, pick.randrange(2)), len(ids))
                 path.append(above)
