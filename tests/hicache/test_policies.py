@@ -43,7 +43,7 @@ def test_random_prompts_keep_the_cache_full_and_its_prefixes_whole(name: str, ca
         paths = random_paths(seed, 300)
         policy = POLICIES[name](capacity)
         cache, hits = BlockCache(policy, capacity), 0
-        above = {block: path[at - 1] if at else None for path in paths for at, block in enumerate(path)}
+        above = {block: path[at - 1] if at else -1 for path in paths for at, block in enumerate(path)}
         seen: set[int] = set()
         for now, path in enumerate(paths):
             expected = next((at for at, block in enumerate(path) if block not in cache), len(path))
@@ -54,7 +54,7 @@ def test_random_prompts_keep_the_cache_full_and_its_prefixes_whole(name: str, ca
             assert len(cache) == min(capacity, max(len(cache), len(path)))
             kept = [block for block in seen if block in cache]
             assert len(kept) == len(cache) <= capacity
-            assert all(above[block] is None or above[block] in cache for block in kept)
+            assert all(above[block] == -1 or above[block] in cache for block in kept)
             listed = list(policy.victims())
             leaves = {block for block in kept if not any(above[other] == block for other in kept)}
             assert {int.from_bytes(node._key, "little") for node in listed} == leaves
@@ -106,7 +106,7 @@ def hits_of(name: str, paths: list[tuple[int, ...]], capacity: int) -> int:
 
 def test_one_time_prompts_do_not_push_out_what_was_used_often() -> None:
     """Three blocks that are used again and again, between ever new ones that never come back."""
-    paths: list[tuple[int, ...]] = [(block,) for block in (0, 1, 2)] * 3
+    paths = list[tuple[int, ...]]([(0,), (1,), (2,)] * 3)
     for step in range(100):
         paths += [(100 + 20 * step + i,) for i in range(20)] + [(step % 3,)]
     assert hits_of("lru", paths, 10) <= 6
