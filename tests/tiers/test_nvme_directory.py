@@ -21,9 +21,10 @@ from hicache.errors import BadRequest, HicacheError, NoRoom, TierUnavailable
 from hicache.layout import KVDtype, KVLayout
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.directory import overhead_bytes
-from hicache.tiers.nvme.filling import MANIFEST, MANIFEST_ASIDE
+from hicache.tiers.nvme.filling import ASIDE, MANIFEST, MANIFEST_ASIDE
 from hicache.tiers.nvme.geometry import Geometry
 from hicache.tiers.nvme.log import LOG_NAMES
+from hicache.tiers.nvme.records import log_bytes
 from tests.stamps import identity_chain
 from tests.tiers.contract import expect_page, run, store
 from tests.tiers.faulty_files import Fault, FaultyFiles, PoorFiles
@@ -395,6 +396,92 @@ def test_any_damaged_file_leads_to_a_start(tmp_path: Path, name: str, damage: st
     if name != MANIFEST and damage != "swapped":
         # Beside a whole manifest a segment is ours however it looks: damage does not eat up the disk.
         assert sorted(os.listdir(directory)) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LOG_NAMES[1]])
+@pytest.mark.parametrize("taken", ["directory", "file", "link to nothing"])
+def test_what_is_set_aside_takes_nobodys_place(
+    tmp_path: Path, name: str, taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "store"
+    open_and_close(directory)
+    aside = directory / (name + ASIDE)
+    match taken:
+        case "directory":
+            aside.mkdir()
+            (aside / "mine").write_text("mine")
+        case "file":
+            aside.write_bytes(b"set aside before")
+        case _:
+            aside.symlink_to(tmp_path / "nothing")
+    before = picture(directory)[aside.name]
+    for number in (2, 3):
+        (directory / name).unlink()
+        if name == MANIFEST:
+            (directory / name).write_bytes(b"damaged %d" % number)
+        else:
+            (directory / name).symlink_to(tmp_path / f"{number}")
+        found = picture(directory)[name]
+        with caplog.at_level(logging.WARNING):
+            open_and_close(directory)
+        assert picture(directory)[f"{aside.name}-{number}"] == found
+        assert f"set aside as {aside.name}-{number}" in caplog.text
+    assert picture(directory)[aside.name] == before
+    assert sorted(os.listdir(directory)) == sorted([*FILES, *(aside.name + more for more in ("", "-2", "-3"))])
+
+
+def test_segments_of_a_store_that_cannot_be_continued_are_not_removed_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "store"
+    open_and_close(directory)
+    to_version_1(directory)
+    with caplog.at_level(logging.WARNING):
+        open_and_close(directory)
+    assert f"{directory}: begins empty; removed 3 segments of an earlier store" in caplog.text
+
+
+def test_a_store_shrinks_on_a_disk_that_is_full(tmp_path: Path) -> None:
+    class Full(FaultyFiles):
+        """No block is free but those that files give up; the manifest needs one."""
+
+        num_given = 0
+
+        def ftruncate(self, fd: int, num_bytes: int) -> None:
+            self.num_given += os.fstat(fd).st_blocks * 512 - num_bytes
+            super().ftruncate(fd, num_bytes)
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(".new") and self.num_given < 4096:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().pwritev(fd, buffers, offset)
+
+    directory = tmp_path / "store"
+
+    async def fill() -> None:
+        async with open_tier(directory) as tier:
+            tier.remember(identities[0].namespace, b"record")
+            await store(tier, tier.allocate(8), identities)
+
+    identities = identity_chain(8)
+    run(fill())
+
+    async def check() -> None:
+        async with open_tier(directory, capacity_bytes=SEGMENT, files=Full()) as tier:
+            [found] = tier.recovered()
+            assert found.slots.tolist() == [0, 1, 2]
+            for slot in range(3):
+                await expect_page(tier, slot, identities[slot])
+
+    run(check())
+    assert sorted(os.listdir(directory)) == sorted([*LOG_NAMES, SEGMENTS[0], MANIFEST])
+    for name in LOG_NAMES:
+        assert (directory / name).stat().st_size == log_bytes(Geometry.plan(SHAPE, capacity_bytes=SEGMENT))
+    # Nothing is given up for a manifest that a store needs in order to grow.
+    before = picture(directory)
+    with pytest.raises(TierUnavailable, match="No space"):
+        open_tier(directory, capacity_bytes=CAPACITY, files=Full())
+    assert {**picture(directory), ".": before["."]} == before
 
 
 def test_a_file_of_another_user_is_left_alone(tmp_path: Path) -> None:

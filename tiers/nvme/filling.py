@@ -33,7 +33,8 @@ MANIFEST: Final = "hicache.manifest"
 MANIFEST_NEW: Final = "hicache.manifest.new"
 """The manifest while it is written: it becomes visible whole or not at all."""
 ASIDE: Final = ".damaged"
-"""What is added to the name of a manifest that cannot be read, and of a log's name that somebody took."""
+"""What is added to the name of a manifest that cannot be read, and of a log's name that somebody took; and a number,
+where that name is taken too."""
 MANIFEST_ASIDE: Final = MANIFEST + ASIDE
 FILE_MODE: Final = 0o600
 
@@ -139,8 +140,9 @@ def fill(files: FileIO, directory: StoreDirectory, health: Health, inventory: In
         wanted = dict.fromkeys(manifest.segments) if before is not None else {}
         kept = {each.number: each for each in inventory.segments if each.number in wanted}
         if manifest != before or inventory.is_manifest_loose:
-            _write_manifest(files, directory, manifest, created, is_new=before is None)
-        _remove(files, directory, [each for each in inventory.segments if each.is_ours and each.number not in kept])
+            _write_manifest_or_shrink(files, directory, manifest, created, inventory)
+        surplus = [each for each in inventory.segments if each.is_ours and each.number not in kept]
+        _remove(files, directory, surplus, is_replaced=before is None)
         for ordinal, number in enumerate(manifest.segments):
             found = kept.get(number)
             if found is not None and not found.is_part_of(directory.store):
@@ -183,15 +185,53 @@ def _numbers_but(taken: set[int]) -> Iterator[int]:
 
 
 def _set_aside(files: FileIO, directory: StoreDirectory, name: str, why: str) -> None:
-    files.rename(name, name + ASIDE, directory_fd=directory.fd)
-    _log.warning("%s: %s %s; set aside as %s", directory.path, name, why, name + ASIDE)
+    """Rename what has that name. What was set aside before is kept: it may be all that somebody has to look at."""
+    taken = set(files.listdir(directory.fd))
+    aside = name + ASIDE
+    number = 1
+    while aside in taken:
+        number += 1
+        aside = f"{name}{ASIDE}-{number}"
+    files.rename(name, aside, directory_fd=directory.fd)
+    _log.warning("%s: %s %s; set aside as %s", directory.path, name, why, aside)
 
 
-def _remove(files: FileIO, directory: StoreDirectory, segments: Sequence[FoundSegment]) -> None:
+def _remove(
+    files: FileIO, directory: StoreDirectory, segments: Sequence[FoundSegment], *, is_replaced: bool
+) -> None:
+    """Remove segments that the store does not need, or that belonged to one that cannot be gone on with."""
     for each in segments:
         files.unlink(each.name, directory_fd=directory.fd)
-    if segments:
+    if not segments:
+        return
+    if is_replaced:
+        _log.warning("%s: begins empty; removed %d segments of an earlier store", directory.path, len(segments))
+    else:
         _log.info("%s: removed %d segments that the store no longer needs", directory.path, len(segments))
+
+
+def _write_manifest_or_shrink(
+    files: FileIO, directory: StoreDirectory, manifest: Manifest, created: list[str], inventory: Inventory
+) -> None:
+    """Write the manifest. Where the disk is full and the store is to shrink, the log that waits for its turn makes
+    room: it holds nothing, and gets its blocks back from what the segments give up."""
+    before, is_new = inventory.manifest, inventory.manifest is None
+    try:
+        _write_manifest(files, directory, manifest, created, is_new=is_new)
+    except OSError as error:
+        counts, logs = directory.recovered.log, inventory.logs
+        is_shrunk = before is not None and manifest.geometry.num_slots < before.geometry.num_slots
+        if error.errno != errno.ENOSPC or not is_shrunk or counts is None or directory.recovered.is_contested:
+            raise
+        waiting = logs[1 - counts]
+        if not waiting.is_ours:
+            raise
+        fd = files.open(waiting.name, READ_WRITE, directory_fd=directory.fd)
+        try:
+            files.ftruncate(fd, BLOCK)
+        finally:
+            files.close(fd)
+        _write_manifest(files, directory, manifest, created, is_new=is_new)
 
 
 def _write_manifest(
@@ -200,7 +240,8 @@ def _write_manifest(
     with contextlib.suppress(FileNotFoundError):
         files.unlink(MANIFEST_NEW, directory_fd=directory.fd)
     fd = files.open(MANIFEST_NEW, READ_WRITE | CREATE, directory_fd=directory.fd)
-    created.append(MANIFEST_NEW)
+    if MANIFEST_NEW not in created:
+        created.append(MANIFEST_NEW)
     try:
         write_fully(files, fd, [memoryview(encode_manifest(manifest))], 0)
         files.fsync(fd)
