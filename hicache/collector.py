@@ -15,8 +15,10 @@ is not ours to do inside an engine; nodes as rows of arrays need no objects, but
 that it names, and costs several times as much.
 """
 
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -42,3 +44,20 @@ def put(dictionary: dict[K, V], key: K, value: V) -> None:
     """Put something into a dictionary that is to stay untracked."""
     dictionary[key] = value
     untrack(dictionary)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """No collections while the block runs, which makes many objects that stay: they would bring on one after the other,
+    and every full one visits all that the process has imported.
+
+    For work that is over in a few seconds: cycles that others leave meanwhile wait for its end. Blocks may be nested;
+    the collector runs again after the outermost, and only if it ran before.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -13,12 +13,12 @@ from typing import Final
 import numpy as np
 
 from hicache.clock import Clock
+from hicache.collector import paused
 from hicache.errors import BadRequest, NoRoom
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.tier import RecoveredRun, Slots, Tier
-from hicache.tokens import INT32
 from hicache.tree import HiRadixTree
 
 BATCH: Final = 500
@@ -63,41 +63,40 @@ async def recover(
     began = clock.monotonic()
     num_pages = sum([len(run.slots) for run in runs])
     namespaces: dict[bytes, Namespace | None] = {}
-    ends: dict[bytes, tuple[Namespace, Node | None]] = {}
-    """Where a run can be put: the chain digest of what it continues, and the node that ends there."""
+    ends: dict[bytes, Node] = {}
+    """The node that ends where a run begins, by the run's prefix; none where a prompt begins."""
     unwanted: list[Slots] = []
     counts: Counter[str] = Counter()
     is_full = False
-    for number, run in enumerate(joined(runs)):
-        if number % BATCH == 0:
-            if progress is not None:
-                progress(counts.total(), num_pages)
-            await asyncio.sleep(0)
-        if run.namespace not in namespaces:
-            namespace = namespaces[run.namespace] = _readable(run.namespace, layout)
-            if namespace is not None:
-                ends[namespace.digest] = (namespace, None)
-        what = "pages"
-        if namespaces[run.namespace] is None:
-            what = "foreign_pages"
-        elif (above := ends.get(run.prefix)) is None or above[0] is not namespaces[run.namespace]:
-            what = "orphan_pages"
-        elif is_full:
-            what = "refused_pages"
-        else:
-            try:
-                node = tree.restore(
-                    above[0], above[1], np.frombuffer(run.tokens, INT32),
-                    tier=tier.tier_id, slots=run.slots, chain=run.chain, now=began,
-                )
-                ends[run.chain] = (above[0], node)
-            except NoRoom:
-                what, is_full = "refused_pages", True
-            except ValueError:  # also as BadRequest: tokens that are none, or that are there already
+    with paused():
+        for number, run in enumerate(joined(runs)):
+            if number % BATCH == 0:
+                if progress is not None:
+                    progress(counts.total(), num_pages)
+                await asyncio.sleep(0)
+            if run.namespace not in namespaces:
+                namespaces[run.namespace] = _readable(run.namespace, layout)
+            namespace = namespaces[run.namespace]
+            what, above = "pages", ends.get(run.prefix)
+            if namespace is None:
+                what = "foreign_pages"
+            elif run.prefix != namespace.digest if above is None else above.namespace != namespace.digest:
                 what = "orphan_pages"
-        counts[what] += len(run.slots)
-        if what != "pages":
-            unwanted.append(run.slots)
+            elif is_full:
+                what = "refused_pages"
+            else:
+                try:
+                    ends[run.chain] = tree.restore(
+                        namespace, above, run.tokens,
+                        tier=tier.tier_id, slots=run.slots, chain=run.chain, now=began,
+                    )  # fmt: skip
+                except NoRoom:
+                    what, is_full = "refused_pages", True
+                except ValueError:  # also as BadRequest: tokens that are none, or that are there already
+                    what = "orphan_pages"
+            counts[what] += len(run.slots)
+            if what != "pages":
+                unwanted.append(run.slots)
     if unwanted:
         tier.free(np.concatenate(unwanted))
     if progress is not None:

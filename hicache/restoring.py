@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import numpy as np
 import numpy.typing as npt
 
 from hicache.arguments import moment
@@ -11,7 +12,7 @@ from hicache.namespace import Namespace
 from hicache.node import Node, Root, tier_index
 from hicache.structure import SLOT_BYTES, Structure, digest_of
 from hicache.tier import TierId
-from hicache.tokens import check_ids, pack_slots, raw_bytes, view_tokens
+from hicache.tokens import INT32, TOKEN_BYTES, check_ids, pack_slots, raw_bytes, view_tokens
 
 DIGEST_BYTES: Final = 32
 
@@ -34,7 +35,8 @@ class Restoring(Structure):
 
         Args:
             parent: the node that ends where the run begins; None where a prompt begins.
-            tokens: the run's own ids, one or more whole pages. The parent has no child that begins with the same page.
+            tokens: the run's own ids, one or more whole pages; bytes hold them packed, little-endian int32. The parent
+                has no child that begins with the same page.
             slots: `[num_pages]`, the run's slots in `tier`, from here on the tree's.
             chain: chain digest of everything up to and including the run's last page (`PageIdentity.chain`), 32 bytes.
                 It is kept as it is given: one that is wrong makes tiers refuse the pages.
@@ -46,26 +48,30 @@ class Restoring(Structure):
         "metadata" where the budget would be passed.
         """
         index = tier_index(self._tier_index, tier)
-        packed = view_tokens(tokens)
-        num_pages, odd = divmod(len(packed), self.page_size)
+        raw = tokens if type(tokens) is bytes else raw_bytes(view_tokens(tokens))
+        num_pages, odd = divmod(len(raw), self._page_bytes)
         if odd or not num_pages:
-            raise BadRequest("tokens", f"{len(packed)} tokens are not one or more whole pages of {self.page_size}")
-        check_ids("tokens", packed)
+            problem = f"{len(raw) / TOKEN_BYTES:g} tokens are not one or more whole pages of {self.page_size}"
+            raise BadRequest("tokens", problem)
+        # An id is negative when the highest bit of its last byte is set, which no byte of ASCII has.
+        if not bytes(raw[TOKEN_BYTES - 1 :: TOKEN_BYTES]).isascii():
+            check_ids("tokens", np.frombuffer(raw, INT32))
         new_slots = pack_slots(slots, num_pages).tobytes()
         if type(chain) is not bytes or len(chain) != DIGEST_BYTES:
             raise BadRequest("chain", f"{chain!r:.80} is not {DIGEST_BYTES} bytes")
         now = moment("now", now)
         digest = digest_of(namespace)
-        above = self._roots.get(digest) if parent is None else parent
-        raw = raw_bytes(packed)
+        root = self._roots.get(digest)
+        above = root if parent is None else parent
         if above is not None:
-            if parent is not None:
+            if parent is not None and (type(parent) is not Node or parent._root is not root or not parent.is_live):
                 self._require_below(parent, digest)
             if above._children and bytes(raw[: self._page_bytes]) in above._children:
                 raise BadRequest("tokens", "a child of the parent begins with the same page")
         else:
             self._require_page_size(namespace)
-        self._require_budget(above is None, num_pages)
+        if self.metadata_budget is not None:
+            self._require_budget(self.metadata_budget, above is None, num_pages)
 
         # From here on nothing fails.
         self._advance(now)
@@ -84,11 +90,9 @@ class Restoring(Structure):
         if parent._root.digest != digest:
             raise BadRequest("parent", "belongs to another namespace")
 
-    def _require_budget(self, is_first: bool, num_pages: int) -> None:
-        if self.metadata_budget is None:
-            return
+    def _require_budget(self, budget: int, is_first: bool, num_pages: int) -> None:
         growth = NODE_BYTES + 2 * ORDER_BYTES + num_pages * (self._page_bytes + SLOT_BYTES) + is_first * ROOT_BYTES
-        if self.metadata_bytes + growth > self.metadata_budget:
+        if self.metadata_bytes + growth > budget:
             raise NoRoom("metadata", pages_asked=num_pages, pages_free=0, problem=(
-                f"{growth} bytes asked of a budget of {self.metadata_budget}, of which {self.metadata_bytes} are used"
+                f"{growth} bytes asked of a budget of {budget}, of which {self.metadata_bytes} are used"
             ))

@@ -137,11 +137,17 @@ def test_restoring_stops_at_the_metadata_budget() -> None:
         ({"tokens": []}, "tokens"),
         ({"tokens": [1, -1]}, "tokens"),
         ({"tokens": sequence(0, PAGE)}, "tokens"),
+        ({"tokens": sequence(0, PAGE).tobytes()}, "tokens"),
+        ({"tokens": sequence(1, PAGE).tobytes()[:-1]}, "tokens"),
+        ({"tokens": b""}, "tokens"),
+        ({"tokens": np.array([1, -1], np.int32).tobytes()}, "tokens: id -1 at index 1"),
+        ({"tokens": np.tile(np.array([-1, 1], np.int32), 2000), "slots": range(2000)}, "tokens: id -1 at index 0"),
         ({"slots": [1, 2]}, "slots"),
         ({"slots": [-1]}, "slots"),
         ({"chain": bytes(31)}, "chain"),
         ({"tier": "tape"}, "tier"),
         ({"namespace": OTHER, "parent": "known"}, "parent"),
+        ({"parent": "a node"}, "node"),
         ({"namespace": make_namespace(PAGE + 1)}, "namespace"),
     ],
 )
@@ -158,6 +164,15 @@ def test_bad_input_is_refused_and_changes_nothing(changes: dict[str, Any], field
     with pytest.raises(BadRequest, match=rf"^{field}"):
         tree.restore(**arguments)
     assert digest(tree) == before
+
+
+def test_packed_tokens_are_restored_as_their_ids_are() -> None:
+    tree = new_tree()
+    tokens = np.array([0, 127, 128, 2**31 - 1], np.int32)
+    node = tree.restore(NAMESPACE, None, tokens.tobytes(), tier=NVME, slots=[0, 1], chain=bytes(32), now=1.0)
+    assert tree.tokens_of(node).tolist() == tokens.tolist()
+    assert tree.match(NAMESPACE, tokens).nodes == (node,)
+    tree.check_integrity()
 
 
 def test_nothing_is_restored_below_what_has_left() -> None:

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hicache.collector import paused
 from hicache.tier import RecoveredRun, chain_digest
 from hicache.tiers.nvme.geometry import Geometry
 from hicache.tiers.nvme.header import DIGEST_BYTES
@@ -272,6 +273,7 @@ def _digests(contents: LogContents, rows: Rows) -> npt.NDArray[np.uint8]:
     return table.reshape(-1, DIGEST_BYTES)[np.searchsorted(numbers, rows["namespace"])]
 
 
+@paused()
 def connect(
     rows: Rows,
     digests: npt.NDArray[np.uint8],
