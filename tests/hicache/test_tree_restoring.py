@@ -169,7 +169,10 @@ def test_bad_input_is_refused_and_changes_nothing(changes: dict[str, Any], field
 def test_packed_tokens_are_restored_as_their_ids_are() -> None:
     tree = new_tree()
     tokens = np.array([0, 127, 128, 2**31 - 1], np.int32)
-    node = tree.restore(NAMESPACE, None, tokens.tobytes(), tier=NVME, slots=[0, 1], chain=bytes(32), now=1.0)
+    chain = NAMESPACE.digest
+    for page in (tokens[:PAGE], tokens[PAGE:]):
+        chain = chain_digest(chain, page.tobytes())
+    node = tree.restore(NAMESPACE, None, tokens.tobytes(), tier=NVME, slots=[0, 1], chain=chain, now=1.0)
     assert tree.tokens_of(node).tolist() == tokens.tolist()
     assert tree.match(NAMESPACE, tokens).nodes == (node,)
     tree.check_integrity()
