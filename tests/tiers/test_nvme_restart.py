@@ -324,7 +324,8 @@ def test_many_pages_come_back_from_a_checkpoint_of_several_steps(tmp_path: Path)
 
     async def main() -> None:
         options: dict[str, Any] = {"directory": tmp_path / "store", "slots_per_segment": 1000}
-        async with small_tier(SMALL, len(identities), **options) as tier:
+        num_slots = len(identities) + 1000  # more than the reserve
+        async with small_tier(SMALL, num_slots, **options) as tier:
             await keep(tier, identities)
         for turn in range(2):
             calls: list[tuple[int, int]] = []
@@ -333,7 +334,7 @@ def test_many_pages_come_back_from_a_checkpoint_of_several_steps(tmp_path: Path)
                 calls.append((done, total))
 
             async with small_tier(
-                SMALL, len(identities) + turn, **options, progress=told
+                SMALL, num_slots + turn, **options, progress=told
             ) as tier:
                 found = pages_of(tier.recovered())
                 assert len(found) == len(identities)

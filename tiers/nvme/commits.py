@@ -66,6 +66,9 @@ COMMIT_INTERVAL_S: Final = 0.1
 """Longest time from a change to the round that makes it durable, while the device keeps up."""
 MAX_UNSYNCED_BYTES: Final = 64 << 20
 """So much written has a round begin at once."""
+MAX_UNCOMMITTED_FREE_BYTES: Final = 16 << 20
+"""Slots of so many bytes, freed, have a round begin at once: they are wanted again soon. The tier keeps a reserve that
+lasts until it has ended."""
 RETRY_S: Final = 1.0
 """Until a log that could not be written is tried again."""
 
@@ -138,6 +141,8 @@ class Commits:
         """Generation of the page in the slot, if that is durable."""
         self._sync_failures = [0] * geometry.num_segments
         self._unsynced_bytes = 0
+        self._freed_bytes = 0
+        """Of slots that were freed since the last round began."""
         self._active: LogFile | None = None
         self._is_full = False
         """Whether the active log has no room for another round."""
@@ -176,6 +181,13 @@ class Commits:
         self._committed[slot] = NOTHING
         self._is_changed = True
 
+    def freed(self, slots: Sequence[int]) -> None:
+        """Slots were freed. Has a round begin, soon or at once."""
+        for slot in slots:
+            self.changed(slot)
+        self._freed_bytes += len(slots) * self._geometry.shape.slot_bytes
+        self.schedule()
+
     def wrote(self, slot: int) -> None:
         """A slot got a page. Has a round begin, soon or at once."""
         self.changed(slot)
@@ -198,14 +210,14 @@ class Commits:
 
     # ---- waiting
 
-    async def sync(self, number: int, deadline: float) -> None:
+    async def sync(self, number: int, deadline: float, *, is_frees_only: bool = False) -> None:
         """See `SupportsDurability.sync`."""
         if not 0 <= number <= self.accepted:
             raise BadRequest("number", f"{number} is not within 0 to {self.accepted}, the last that was accepted")
         left = deadline - self._clock.monotonic()
         try:
             async with asyncio.timeout(left):
-                await self.reach(number)
+                await self.reach(number, is_frees_only=is_frees_only)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._tier_id}: {number} was not durable in time") from error
 
@@ -249,7 +261,12 @@ class Commits:
         return bool(self._dirty) or self._fresh is not None
 
     def _is_urgent(self) -> bool:
-        return self.promises.is_awaited or self._fresh is not None or self._unsynced_bytes >= MAX_UNSYNCED_BYTES
+        return (
+            self.promises.is_awaited
+            or self._fresh is not None
+            or self._unsynced_bytes >= MAX_UNSYNCED_BYTES
+            or self._freed_bytes >= MAX_UNCOMMITTED_FREE_BYTES
+        )
 
     def _begin_step(self) -> None:
         self._is_busy = True
@@ -289,7 +306,7 @@ class Commits:
 
     def _make_round(self) -> Round:
         taken: list[int] = []
-        num_bytes = 0
+        self._freed_bytes = num_bytes = 0
         first = self._first_dirty()
         generations = self._index.generations(first)
         for slot, generation in zip(first.tolist(), generations.tolist()):

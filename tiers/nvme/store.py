@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.clock import Clock, SystemClock
-from hicache.errors import BadRequest, TierUnavailable
+from hicache.errors import BadRequest, NoRoom, TierUnavailable
 from hicache.layout import KVLayout
 from hicache.tier import (
     NVME,
@@ -44,7 +44,7 @@ from hicache.tiers.nvme.commits import COMMIT_INTERVAL_S, Commits
 from hicache.tiers.nvme.directory import open_directory
 from hicache.tiers.nvme.filling import StoreDirectory, close_directory
 from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
-from hicache.tiers.nvme.geometry import PageShape
+from hicache.tiers.nvme.geometry import Geometry, PageShape
 from hicache.tiers.nvme.health import Health
 from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import FileIO, Scratch, num_cores
@@ -85,6 +85,13 @@ HUNG_AFTER_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 10.0
 """How long `close` waits for a device that does not answer."""
 MAX_LANES: Final = 64
+RESERVE_BYTES: Final = 128 << 20
+"""Slots kept back beyond the capacity, so that a full tier writes into those whose free has become durable while others
+were written."""
+RESERVE_SHARE: Final = 1 / 32
+"""At most so much of the slots is kept back."""
+MIN_SLOTS_FOR_RESERVE: Final = 256
+"""A store with fewer slots keeps none back: it would be a page or two."""
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +142,7 @@ class NvmeTier:
         self._namespaces = Namespaces(tier_id, namespace_room(self._geometry))
         for number, (digest, record) in recovered.namespaces.items():
             self._namespaces.adopt(number, digest, record)
+        self._reserve = _reserve(self._geometry)
         self.requests = Requests(self._shape, self._pool)
         """The checks of `write`, `read` and `start_layer_reads` alone."""
         self._counters = Counters()
@@ -288,13 +296,19 @@ class NvmeTier:
 
     @property
     def capacity_pages(self) -> int:
-        """Slots in all. Stays as it is while the device is down: pages are still read, and none has to leave for it."""
+        """Slots that can be handed out. Stays as it is while the device is down: pages are still read, and none has to
+        leave for it."""
+        return self.num_free + self._pool.capacity - self._pool.num_free
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all, from 0: those of the reserve too."""
         return self._pool.capacity
 
     @property
     def num_free(self) -> int:
-        """Slots that are not handed out."""
-        return self._pool.num_free
+        """Slots that `allocate` can give now: those that are not handed out, but for a reserve."""
+        return max(0, self._pool.num_free - self._reserve)
 
     @property
     def total_bytes(self) -> int:
@@ -346,14 +360,15 @@ class NvmeTier:
         falls."""
         return self._commits.durable
 
-    async def sync(self, number: int, *, deadline: float) -> None:
+    async def sync(self, number: int, *, deadline: float, is_frees_only: bool = False) -> None:
         """Wait until `durable` has reached `number`, at most until `deadline` (monotonic seconds of the clock). Has a
-        commit begin at once.
+        commit begin at once. With `is_frees_only` pages that a flush has lost are no reason to fail: every free up to
+        `number` is durable then, and every page accepted until then that `check` still finds.
 
         Raises `DeadlineExceeded`; `TierUnavailable` when a flush failed that `number` waited for: pages accepted
         until then may be lost, and are then in the tier no more; and `BadRequest` for a number that was not accepted.
         """
-        await self._commits.sync(number, deadline)
+        await self._commits.sync(number, deadline, is_frees_only=is_frees_only)
 
     def remember(self, digest: bytes, record: bytes) -> None:
         """Keep a namespace's record with its pages, without which they do not come back. Never waits.
@@ -393,7 +408,9 @@ class NvmeTier:
         if (reason := self.down) is not None:
             self._num_refused["floor"] += reason == self._floor.problem
             raise TierUnavailable(self._tier_id, reason)
-        if num_pages > self._pool.num_free or self._budget is None:
+        if num_pages > self.num_free:
+            raise NoRoom(self._tier_id, pages_asked=num_pages, pages_free=self.num_free)
+        if self._budget is None:
             return self._pool.allocate(num_pages)
         if num_pages and not self._budget.take(num_pages * self._shape.slot_bytes):
             self._num_refused["budget"] += 1
@@ -415,9 +432,7 @@ class NvmeTier:
         handed out or is named twice."""
         self._pool.free(slots)
         self._index.forget(slots)
-        for slot in slots.tolist():
-            self._commits.changed(slot)
-        self._commits.schedule()
+        self._commits.freed(slots.tolist())
 
     def generation(self, slot: int) -> int:
         """How often the slot has been freed, from 0. Raises `BadRequest` for a slot that does not exist."""
@@ -591,3 +606,10 @@ def _shape_of(layout: KVLayout | PageShape, codec: str, codec_ratio: float | Non
     if codec != NONE or codec_ratio is not None:
         raise BadRequest("layout", "a codec needs a KVLayout, which says what the elements of a page are")
     return layout
+
+
+def _reserve(geometry: Geometry) -> int:
+    """Slots that are kept back."""
+    if geometry.num_slots < MIN_SLOTS_FOR_RESERVE:
+        return 0
+    return min(RESERVE_BYTES // geometry.shape.slot_bytes, int(geometry.num_slots * RESERVE_SHARE))

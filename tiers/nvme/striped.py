@@ -2,8 +2,8 @@
 
 Each store is a whole `NvmeTier` with its own directory, log, lanes and health. This tier names their slots in one row,
 
-    slots of store 0      [0, capacity_0)
-    slots of store 1      [capacity_0, capacity_0 + capacity_1)
+    slots of store 0      [0, slots_0)
+    slots of store 1      [slots_0, slots_0 + slots_1)
     ...
 
 and spreads over them what is written, some neighbours at a time: a store gets pages in proportion to its free room
@@ -64,8 +64,8 @@ class StripedTier:
         assert len({store.page_bytes for store in stores}) == 1, "stores hold pages of one size"
         self._stores: Final = tuple(stores)
         self._clock: Final = clock
-        capacities = [store.capacity_pages for store in stores]
-        self._starts: Final = np.cumsum([0, *capacities])
+        sizes = [store.num_slots for store in stores]
+        self._starts: Final = np.cumsum([0, *sizes])
         """First slot of each store, and the number of all."""
         self._handed_out: Final = np.zeros(self._starts[-1], np.bool_)
         self._num_handed_out: Final = [0] * len(stores)
@@ -405,8 +405,8 @@ class StripedTier:
             if self._snapshots[-1] != newest:
                 self._snapshots.append(newest)
 
-    async def sync(self, number: int, *, deadline: float) -> None:
-        """Wait until `durable` has reached `number`. Raises as `NvmeTier.sync` does."""
+    async def sync(self, number: int, *, deadline: float, is_frees_only: bool = False) -> None:
+        """Wait until `durable` has reached `number`. `is_frees_only` and what is raised are as in `NvmeTier.sync`."""
         if number > self.accepted:
             raise BadRequest("number", f"{number} has not been accepted; the last was {self.accepted}")
         if number <= self.durable:
@@ -415,7 +415,7 @@ class StripedTier:
         try:
             async with asyncio.TaskGroup() as group:
                 for store, its_number in zip(self._stores, by_store, strict=True):
-                    group.create_task(store.sync(its_number, deadline=deadline))
+                    group.create_task(store.sync(its_number, deadline=deadline, is_frees_only=is_frees_only))
         except* (TierUnavailable, DeadlineExceeded) as failed:
             raise failed.exceptions[0] from None
 

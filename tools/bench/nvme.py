@@ -30,8 +30,8 @@ from hicache.tier import HOST
 from hicache.tiers.arena import Arena
 from hicache.tools.bench.nvme_sides import (
     BATCH_PAGES,
-    FREE_BATCHES,
     MAX_IN_FLIGHT_BYTES,
+    RESERVE_BATCHES,
     FileSide,
     Load,
     Memory,
@@ -91,7 +91,7 @@ class Plan:
 
     def store_batches(self, load: Load) -> int:
         """Batches that either side has room for."""
-        return load.batches(self.round_bytes) * self.rounds + FREE_BATCHES
+        return load.batches(self.round_bytes) * self.rounds + RESERVE_BATCHES
 
     def needed_bytes(self) -> int:
         """Free space that the run takes at most at one time."""

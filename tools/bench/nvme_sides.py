@@ -22,6 +22,7 @@ from hicache.namespace import Namespace
 from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
+from hicache.tiers.nvme.store import RESERVE_SHARE
 from hicache.tools.bench.raw_io import RawFile
 from hicache.tools.exits import CommandFailed
 
@@ -31,8 +32,8 @@ MAX_BATCHES: Final = 4
 """Batches that a mover has under way."""
 MAX_IN_FLIGHT_BYTES: Final = 64 << 20
 """Bytes that a mover has under way."""
-FREE_BATCHES: Final = 2 * MAX_BATCHES
-"""Batches for which a full tier has slots free, so that it writes into those freed some time ago."""
+RESERVE_BATCHES: Final = 1
+"""Batches that the tier's store is larger by than what is written: the tier keeps slots back (`RESERVE_SHARE`)."""
 FILE_THREADS: Final = 8
 """Threads of the one-file-a-page side."""
 DEADLINE_S: Final = 60.0
@@ -107,7 +108,7 @@ class TierSide:
         self._load = load
         self._memory = memory
         self._namespace = Namespace(model="bench", layout=load.layout)
-        num_slots = (num_batches + FREE_BATCHES) * BATCH_PAGES
+        num_slots = int((num_batches + RESERVE_BATCHES) * BATCH_PAGES / (1 - RESERVE_SHARE))
         self.tier: Final = NvmeTier.open(
             directory, layout=load.layout, capacity_bytes=4096 + num_slots * load.shape.slot_bytes,
             segment_bytes=4096 + num_slots * load.shape.slot_bytes,

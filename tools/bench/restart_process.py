@@ -30,6 +30,7 @@ from hicache.namespace import Namespace
 from hicache.tier import HOST, NVME, Outcome, PageIdentity, PageRead, PageWrite, chain_digest
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
+from hicache.tiers.nvme.store import RESERVE_SHARE
 from hicache.tree import HiRadixTree
 
 PAGE_SIZE: Final = 16
@@ -80,8 +81,8 @@ def content(identity: PageIdentity) -> bytes:
 
 
 def capacity_bytes(num_pages: int) -> int:
-    """Bytes of a store with room for so many pages and some more."""
-    return (num_pages + WRITE_PAGES) * PageShape.of(LAYOUT).slot_bytes + (1 << 20)
+    """Bytes of a store with room for so many pages and some more, and the reserve that a store keeps."""
+    return int((num_pages + WRITE_PAGES) * PageShape.of(LAYOUT).slot_bytes / (1 - RESERVE_SHARE)) + (1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
