@@ -71,7 +71,7 @@ def diagnose(report: DirectoryReport, status: os.stat_result) -> list[Check]:
     checks += _segments(report)
     if report.manifest is not None:
         checks += _logs(report)
-    if report.recovery is not None:
+    if report.recovery is not None and not report.is_refused:
         checks += _recovery(report)
     if report.verified is not None:
         checks += _verified(report)
@@ -114,6 +114,10 @@ def _manifest(report: DirectoryReport) -> Check:
     if file is None:
         mend = "put the manifest of a copy back; else the cache begins with an empty store here"
         return Check(Verdict.FAIL, "manifest", "missing", mend)
+    if file.state is FileState.FORGETFUL:
+        says = f"format version {report.version}, which kept nothing over a restart: the cache begins empty"
+        mend = "use another directory, if what lies here is still wanted: the next opening replaces it"
+        return Check(Verdict.FAIL, "manifest", says, mend)
     if file.state is FileState.OTHER_VERSION:
         says = f"format version {report.version}, this program knows {FORMAT_VERSION}: the cache refuses the directory"
         return Check(Verdict.FAIL, "manifest", says, "use the program that wrote it, or another directory")
@@ -139,7 +143,7 @@ _MENDS: Final = {
     FileState.SHORT: "opening the store makes it whole; pages beyond its end are gone",
     FileState.DAMAGED: "opening the store writes its header again",
     FileState.OTHER: "put the right file back; opening the store makes a fresh one",
-    FileState.OTHER_VERSION: "use the program that wrote it",
+    FileState.OTHER_VERSION: "use the program that wrote it, or another directory: the cache refuses this one",
     FileState.NOT_OURS: "move it away: it is left alone, and the store makes do without",
 }
 
@@ -149,10 +153,23 @@ def _segments(report: DirectoryReport) -> Iterator[Check]:
     if sound:
         size = sum(each.num_bytes for each in sound)
         yield Check(Verdict.OK, "segments", f"{plural(len(sound), 'file')} whole, {format_bytes(size)}")
+    surplus = [each for each in report.segments if each.state is FileState.SURPLUS]
+    if surplus and report.manifest is None:
+        says = f"{plural(len(surplus), 'file')} of a store, {format_bytes(sum(each.num_bytes for each in surplus))}"
+        if report.is_refused:
+            yield Check(Verdict.OK, "segments", f"{says}: left alone, as the cache refuses the directory")
+        elif report.version is not None:
+            yield Check(Verdict.WARN, "segments", f"{says}: the next opening replaces them")
+        else:
+            mend = "put the manifest back before the cache is opened here: it removes them"
+            yield Check(Verdict.WARN, "segments", f"{says}: no manifest names them", mend)
     for each in report.segments:
         if each.state is FileState.SURPLUS:
-            mend = "nothing: the next opening removes it"
-            yield Check(Verdict.WARN, printable(each.name), "not one that the manifest names", mend)
+            if report.manifest is not None:
+                mend = "nothing: the next opening removes it" if not report.is_refused else ""
+                yield Check(Verdict.WARN, printable(each.name), "not one that the manifest names", mend)
+        elif each.state is FileState.UNCLEAR:
+            yield Check(Verdict.WARN, printable(each.name), "does not begin like a segment: left alone")
         elif each.state is not FileState.WHOLE:
             yield Check(Verdict.FAIL, printable(each.name), _state(each), _MENDS.get(each.state, ""))
 
@@ -193,6 +210,13 @@ def _recovery(report: DirectoryReport) -> Iterator[Check]:
         yield Check(Verdict.WARN, "recovery", f"{says}; dropped: {reasons}", mend)
     else:
         yield Check(Verdict.OK, "recovery", says)
+    if report.num_continuing:
+        says = (
+            f"{plural(report.num_continuing, 'page')} more, whose beginnings do not lie here: if this is one of "
+            "several directories of a tier, they are not lost"
+        )
+        mend = "open all of them together; opened alone, this one drops these pages"
+        yield Check(Verdict.WARN, "continuations", says, mend)
     for sentence in recovery.damage:
         yield Check(Verdict.FAIL, "recovery", printable(sentence), "put the logs of a copy back, or start with less")
     if report.write_budget_bytes is not None:

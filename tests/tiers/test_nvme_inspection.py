@@ -150,7 +150,7 @@ def test_a_manifest_that_is_not_ours_to_read(tmp_path: Path, what: str) -> None:
         version = 1 if what == "version 1" else 3
         text = b"hicache-nvme %d\nmore\n" % version
         (directory / MANIFEST).write_bytes(text + b"crc32c %08x\n" % crc32c(text))
-        state = FileState.OTHER_VERSION
+        state = FileState.FORGETFUL if what == "version 1" else FileState.OTHER_VERSION
     report = inspected(directory, verify=True)
     assert (report.manifest_file.state if report.manifest_file else None) is state
     assert report.version == version
@@ -160,6 +160,63 @@ def test_a_manifest_that_is_not_ours_to_read(tmp_path: Path, what: str) -> None:
     assert len(report.problems) == 1
     assert report.is_store
     assert [log.number for log in report.logs] == [1, 0]
+    assert report.is_refused is (what == "newer")
+    assert [each.state for each in report.segments] == [FileState.SURPLUS] * 3
+    # What is said is what a start does.
+    if report.is_refused:
+        with pytest.raises(TierUnavailable, match="version 3"):
+            open_again(directory)
+        assert inspected(directory).segments == report.segments
+    else:
+        assert open_again(directory) == 0
+        again = inspected(directory)
+        assert [each.state for each in again.segments] == [FileState.WHOLE] * 3
+        assert again.manifest is not None
+
+
+def open_again(directory: Path) -> int:
+    """Start the store; pages that are there."""
+    found: list[int] = []
+
+    async def main() -> None:
+        async with small_tier(SMALL, 10, directory=directory) as tier:
+            found.append(tier.recovery.num_pages)
+
+    run(main())
+    return found[0]
+
+
+def test_what_has_only_a_segments_name_is_said_to_stay(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    make_store(directory)
+    (directory / MANIFEST).unlink()
+    (directory / SEGMENT).write_bytes(b"a film")
+    report = inspected(directory)
+    assert [each.state for each in report.segments] == [FileState.SURPLUS, FileState.UNCLEAR, FileState.SURPLUS]
+    assert open_again(directory) == 0
+    assert (directory / SEGMENT).read_bytes() == b"a film"
+
+
+def test_one_of_several_directories_of_a_tier_has_lost_nothing(tmp_path: Path) -> None:
+    """Seven pages of one path, the first two and the last in one directory, the others in the second."""
+    directories = [tmp_path / "first", tmp_path / "second"]
+    identities = identity_chain(7)
+
+    async def main() -> None:
+        for directory, part in zip(directories, ([0, 1, 6], [2, 3, 4, 5]), strict=True):
+            async with small_tier(SMALL, 10, directory=directory, is_whole=False) as tier:
+                tier.remember(identities[0].namespace, b"record")
+                await store(tier, tier.allocate(len(part)), [identities[place] for place in part])
+
+    run(main())
+    for directory, (connected, continuing) in zip(directories, ((2, 1), (0, 4)), strict=True):
+        report = inspected(directory, verify=True)
+        assert report.is_healthy
+        assert report.recovery is not None
+        assert (report.recovery.num_pages, report.num_continuing) == (connected, continuing)
+        assert report.recovery.dropped == {}
+        assert report.verified is not None
+        assert report.verified.findings == {Finding.OK: connected + continuing}
 
 
 @pytest.mark.parametrize("what", ["gone", "zeroed", "flipped", "cut", "foreign", "garbled tail"])

@@ -110,9 +110,9 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _later_version(path: Path) -> None:
+def _of_version(path: Path, version: int) -> None:
     text = path.read_bytes().splitlines(keepends=True)
-    body = text[0].replace(b" 2\n", b" 9\n") + text[1]
+    body = text[0].replace(b" 2\n", b" %d\n" % version) + text[1]
     path.write_bytes(body + f"crc32c {checksum(body):08x}\n".encode())
 
 
@@ -121,7 +121,7 @@ def _later_version(path: Path) -> None:
     [
         (lambda path: _flip(path / MANIFEST), "manifest", "damaged"),
         (lambda path: (path / MANIFEST).unlink(), "manifest", "missing"),
-        (lambda path: _later_version(path / MANIFEST), "manifest", "format version 9"),
+        (lambda path: _of_version(path / MANIFEST, 9), "manifest", "format version 9"),
         (lambda path: (path / SEGMENT).unlink(), SEGMENT, "missing"),
         (lambda path: os.truncate(path / SEGMENT, 8192), SEGMENT, "short"),
         (lambda path: (path / LOG_NAMES[0]).unlink(), LOG_NAMES[0], "missing"),
@@ -137,6 +137,57 @@ def test_damage_is_named(
     status, report = doctor(capsys, tmp_path / "store", "--verify")
     assert status == 1
     assert says in checks_of(report, "fail")[subject]
+
+
+@pytest.mark.parametrize("manifest", ["gone", "damaged", "version 1", "version 9"])
+def test_segments_without_a_manifest_are_not_said_to_be_nothing(
+    manifest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "store"
+    make_store(directory)
+    match manifest:
+        case "gone":
+            (directory / MANIFEST).unlink()
+        case "damaged":
+            _flip(directory / MANIFEST)
+        case _:
+            _of_version(directory / MANIFEST, int(manifest[-1]))
+    status, report = doctor(capsys, directory)
+    assert status == 1
+    said = checks_of(report, "ok" if manifest == "version 9" else "warn")
+    assert said["segments"].startswith("3 files of a store, ")
+    assert {
+        "gone": "no manifest names them",
+        "damaged": "no manifest names them",
+        "version 1": "the next opening replaces them",
+        "version 9": "left alone, as the cache refuses the directory",
+    }[manifest] in said["segments"]
+    mends = " ".join(check["mend"] for check in report["checks"])
+    assert "nothing: the next opening removes it" not in mends
+    if manifest == "version 1":
+        assert "the cache begins empty" in checks_of(report, "fail")["manifest"]
+    if "version" not in manifest:
+        assert "put the manifest back before the cache is opened here" in mends
+
+
+def test_one_of_several_directories_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identities = identity_chain(NUM_PAGES)
+
+    async def fill() -> None:
+        async with small_tier(SMALL, 10, directory=tmp_path / "store", is_whole=False) as tier:
+            tier.remember(identities[0].namespace, b"record")
+            await store(tier, tier.allocate(5), [*identities[:2], *identities[4:]])
+
+    run(fill())
+    status, report = doctor(capsys, tmp_path / "store", "--verify")
+    assert status == 0
+    said = checks_of(report, "ok")
+    assert said["recovery"] == "2 pages would be there after a start"
+    assert said["pages"].startswith("5 pages read")
+    [continuing] = checks_of(report, "warn").items()
+    assert continuing[0] == "continuations"
+    assert continuing[1].startswith("3 pages more, whose beginnings do not lie here")
+    assert continuing[1].endswith("they are not lost")
 
 
 def test_a_damaged_page_is_found_by_reading_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

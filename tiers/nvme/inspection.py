@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
@@ -20,7 +20,7 @@ from hicache.tier import PageIdentity
 from hicache.tiers.nvme.filling import MANIFEST, segment_name
 from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import SEGMENT_HEADER_BYTES
-from hicache.tiers.nvme.header import FORMAT_VERSION, decode_segment_place, segment_version
+from hicache.tiers.nvme.header import FORGETFUL_VERSION, FORMAT_VERSION, decode_segment_place, segment_version
 from hicache.tiers.nvme.health import Health
 from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import (
@@ -35,7 +35,7 @@ from hicache.tiers.nvme.io import (
 from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, manifest_version
 from hicache.tiers.nvme.reading import LogContents, read_log, read_log_header
-from hicache.tiers.nvme.recovery import Progress, Recovered, Recovery, recover
+from hicache.tiers.nvme.recovery import Progress, Recovered, Recovery, connect, recover
 from hicache.tiers.nvme.segment import PageGet, SegmentFile
 
 _SEGMENT_NAME: Final = re.compile(r"hicache-\d{6}\.seg")
@@ -63,10 +63,15 @@ class FileState(Enum):
     OTHER = "other"
     """Of another store, or in another's place."""
     OTHER_VERSION = "other_version"
+    """Of a version that is not known; one of these is enough for the cache to refuse the directory."""
+    FORGETFUL = "forgetful"
+    """A manifest of the version that kept nothing over a restart: a start replaces what lies there."""
     NOT_OURS = "not_ours"
     """Not a regular file of this user with one name."""
     SURPLUS = "surplus"
-    """A segment that the manifest does not name: removed by the next opening."""
+    """A segment that no manifest names: removed by the next opening, unless the directory is refused."""
+    UNCLEAR = "unclear"
+    """What has a segment's name and does not begin like one, without a manifest that could name it: left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class DamagedPage:
 
 @dataclass
 class Verified:
-    """What reading every page that would be recovered has shown."""
+    """What reading every page that is recorded has shown, those too whose beginnings do not lie here."""
 
     num_pages: int = 0
     num_bytes: int = 0
@@ -144,6 +149,9 @@ class DirectoryReport:
     """Names of entries that are not the store's; they are left alone."""
     recovery: Recovery | None = None
     """What an opening with the same capacity would bring back, were it not in use; None without a whole manifest."""
+    num_continuing: int = 0
+    """Pages whose beginnings do not lie here, beside those of `recovery`. Where the directory is one of several of a
+    striped tier, they may lie in the others, and nothing is lost; a tier with this directory alone drops them."""
     sequence: int = 0
     """The last change that is in the log."""
     write_budget_bytes: int | None = None
@@ -166,6 +174,12 @@ class DirectoryReport:
         )
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the cache refuses the directory, and leaves it as it is, because of an unknown format version."""
+        files = [*self.segments, *([self.manifest_file] if self.manifest_file is not None else [])]
+        return any(each.state is FileState.OTHER_VERSION for each in files)
+
+    @property
     def is_healthy(self) -> bool:
         """Whether nothing is wrong. A torn end of a log, as a crash leaves it, is nothing wrong."""
         return not self.problems
@@ -179,7 +193,7 @@ def inspect_directory(
     files: FileIO | None = None,
     clock: Clock | None = None,
 ) -> DirectoryReport:
-    """Say what lies in a directory, and with `verify` read every page that would be recovered. Blocks.
+    """Say what lies in a directory, and with `verify` read every page that is recorded there. Blocks.
 
     `progress` is told the pages that are verified, of how many. Raises `TierUnavailable`, with one line, only where the
     directory itself cannot be read.
@@ -268,6 +282,11 @@ class _Inspection:
         elif report.version in (None, FORMAT_VERSION):
             report.manifest_file = FileReport(MANIFEST, FileState.DAMAGED, *sizes)
             report.problems.append("the manifest is damaged: it would be set aside, and the store start cold")
+        elif report.version == FORGETFUL_VERSION:
+            report.manifest_file = FileReport(MANIFEST, FileState.FORGETFUL, *sizes)
+            report.problems.append(
+                f"format version {report.version} kept nothing over a restart: what lies here would be replaced"
+            )
         else:
             report.manifest_file = FileReport(MANIFEST, FileState.OTHER_VERSION, *sizes)
             report.problems.append(f"format version {report.version} is not the one this program knows")
@@ -280,9 +299,10 @@ class _Inspection:
         for name in sorted({*expected, *filter(_SEGMENT_NAME.fullmatch, self._names)}):
             found = self._look_at_segment(name, manifest, expected.get(name))
             self._report.segments.append(found)
-            if found.state not in (FileState.WHOLE, FileState.SURPLUS, FileState.NOT_OURS) or (
-                found.state is FileState.NOT_OURS and name in expected
-            ):
+            harmless = {FileState.WHOLE, FileState.SURPLUS, FileState.UNCLEAR}
+            if name not in expected:
+                harmless.add(FileState.NOT_OURS)
+            if found.state not in harmless:
                 self._report.problems.append(f"{name} is {found.state.value.replace('_', ' ')}{found.detail}")
 
     def _look_at_segment(self, name: str, manifest: Manifest | None, ordinal: int | None) -> FileReport:
@@ -294,10 +314,11 @@ class _Inspection:
             return FileReport(name, FileState.NOT_OURS, *sizes)
         block = self._first_bytes(name, SEGMENT_HEADER_BYTES)
         version, place = segment_version(block), decode_segment_place(block)
-        if version not in (None, FORMAT_VERSION):
+        if version not in (None, FORMAT_VERSION, FORGETFUL_VERSION):
             return FileReport(name, FileState.OTHER_VERSION, *sizes, f": {version}")
         if manifest is None or ordinal is None:
-            return FileReport(name, FileState.SURPLUS if place or manifest else FileState.DAMAGED, *sizes)
+            is_ours = manifest is not None or self._report.version == FORGETFUL_VERSION or version is not None
+            return FileReport(name, FileState.SURPLUS if is_ours else FileState.UNCLEAR, *sizes)
         if place is None:
             return FileReport(name, FileState.DAMAGED, *sizes, ": its header, which is written again")
         if place[:2] != (manifest.store, manifest.segments[ordinal]):
@@ -325,10 +346,16 @@ class _Inspection:
             recovered = None
             if manifest is not None:
                 begun = self._clock.monotonic()
+                # Pages may continue what lies in another directory of the same tier: that is told apart from damage.
                 recovered = recover(
-                    self._files, descriptors, manifest.store, manifest.geometry, self._present(manifest), _silent
-                )
-                report.recovery = recovered.summary(self._clock.monotonic() - begun)
+                    self._files, descriptors, manifest.store, manifest.geometry, self._present(manifest), _silent,
+                    is_whole=False,
+                )  # fmt: skip
+                found = recovered.summary(self._clock.monotonic() - begun)
+                dropped = Counter(found.dropped)
+                kept, _ = connect(recovered.rows, recovered.digests, recovered.namespaces, dropped)
+                report.num_continuing = dropped.pop("orphan", 0)
+                report.recovery = replace(found, num_pages=int(kept.size), dropped=dict(+dropped))
                 report.sequence, report.write_budget_bytes = recovered.sequence, recovered.budget
                 report.problems += report.recovery.damage
             current = recovered.log if recovered is not None else None
