@@ -303,8 +303,11 @@ class SupportsDurability(Protocol):
         """Every write and free up to this number is durable. Never falls."""
         ...
 
-    async def sync(self, number: int, *, deadline: float) -> None:
+    async def sync(self, number: int, *, deadline: float, is_frees_only: bool = False) -> None:
         """Wait until `durable` has reached `number`, at most until `deadline` (monotonic seconds).
+
+        With `is_frees_only` writes that a flush has lost are nobody's concern: every free up to `number` is durable
+        then, and every page accepted until then that the tier still has.
 
         Raises `DeadlineExceeded`, and `TierUnavailable` when what was accepted cannot be made durable: a flush failed.
         """

@@ -221,6 +221,7 @@ class Writer:
         cache, tree = self._cache, self._cache.tree
         match = tree.match(namespace, pack_tokens(tokens), published=False)
         lease = tree.lease(match, owner="persist", deadline=None, now=cache.clock.monotonic())
+        has_lost_before = False
         try:
             while True:
                 await self.write(lambda: [lease.node] if lease.node is not None else [], deadline=deadline)
@@ -228,31 +229,39 @@ class Writer:
                 number = tier.accepted
                 pins = cache.pin({NVME: self._written(lease)})
                 try:
-                    await tier.sync(number, deadline=deadline)
+                    # A flush that failed, now or long ago, matters only if it took pages of this path: `_forget_lost`
+                    # looks, where the tier can say.
+                    await tier.sync(number, deadline=deadline, is_frees_only=isinstance(tier, SupportsCheck))
                     has_lost = self._forget_lost(self._written(lease))
                     num_pages = sum([node.num_pages for node in self._written(lease)])
                 finally:
                     cache.unpin(pins)
                 if not has_lost:
                     break
+                if has_lost_before:
+                    raise TierUnavailable(NVME, "a flush failed again: it took pages that were written a second time")
+                has_lost_before = True
         finally:
             cache.release(lease)
         return Persisted(num_pages * cache.layout.page_size, number)
 
     def _forget_lost(self, nodes: Sequence[Node]) -> bool:
-        """Forget pages that an earlier flush, which failed, has taken since they were accepted: in the first node that
-        has lost any. Whether there were some: they can then be written again."""
-        tier = self.tier
+        """Forget pages that a flush, which failed, has taken since they were accepted, in each node from the first such
+        page on. Whether there were some: they can then be written again."""
+        tier, has_lost = self.tier, False
         if not isinstance(tier, SupportsCheck):
             return False
         for node in nodes:
+            if not node.is_live or node.residency(NVME) is not Residency.RESIDENT:
+                continue  # What was forgotten above had no other copy: the nodes below have left with it.
             for page, (slot, identity) in enumerate(
                 zip(node.slots(NVME).tolist(), self._cache.tree.identities(node), strict=True)
             ):
                 if tier.check(slot, self._cache.tiers[NVME].generation(slot), identity) is not Outcome.OK:
                     self._cache.forget(node, NVME, page)
-                    return True
-        return False
+                    has_lost = True
+                    break
+        return has_lost
 
     def _written(self, lease: Lease) -> list[Node]:
         """The nodes of a leased path, from the root on, that are on NVMe with everything before them."""
@@ -271,7 +280,7 @@ class Writer:
             # A removed page that is being copied or read gives its slot back when that ends.
             while self._cache.tree.occupancy(NVME).condemned:
                 await self._cache.wait_for_progress(deadline)
-            await self.tier.sync(self.tier.accepted, deadline=deadline)
+            await self.tier.sync(self.tier.accepted, deadline=deadline, is_frees_only=True)
         except (DeadlineExceeded, TierUnavailable):
             return False
         return True

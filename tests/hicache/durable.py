@@ -119,12 +119,13 @@ class SimulatedDurableTier(SimulatedTier):
     def durable(self) -> int:
         return self._durable
 
-    async def sync(self, number: int, *, deadline: float) -> None:
+    async def sync(self, number: int, *, deadline: float, is_frees_only: bool = False) -> None:
         self.num_syncs += 1
         await self.sleep(self.sync_s, deadline)
         if self.sync_fails:
             self._lose()
-            raise TierUnavailable(self.tier_id, "a flush failed")
+            if not is_frees_only:
+                raise TierUnavailable(self.tier_id, "a flush failed")
         self._reach(number)
 
     def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:

@@ -126,7 +126,7 @@ def test_a_flush_that_fails_promises_nothing() -> None:
             setup.durable.sync_fails = True
             with pytest.raises(TierUnavailable, match="flush"):
                 await setup.cache.persist(MODEL, prompt(1, 22), deadline=world.monotonic() + 1)
-            assert not await setup.cache.settle(deadline=world.monotonic() + 1)
+            assert await setup.cache.settle(deadline=world.monotonic() + 1), "a removal is not what flushes lose"
             assert await setup.request().run(prompt(1, 22)) == 20
             # The tree may believe these pages to be on NVMe. They are written again before anything is promised.
             setup.durable.sync_fails = False
