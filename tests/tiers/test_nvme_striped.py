@@ -1,6 +1,7 @@
 """Several NVMe stores as one tier: the contract of all tiers, spreading, failing stores, and restarts."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -274,6 +275,8 @@ def test_what_lost_its_parent_with_another_device_is_dropped(tmp_path: Path) -> 
             assert found.slots.tolist() == [0, 1]
             assert tier.recovery.dropped["orphan"] == 1
             assert tier.num_free == 6
+            [sentence] = tier.recovery.damage
+            assert "store-1 is new" in sentence
 
     run(fill())
     shutil.rmtree(tmp_path / "store-1")
@@ -315,3 +318,44 @@ def test_opening_names_the_directory_that_refuses_and_leaves_the_others(tmp_path
         StripedTier.open([tmp_path / "one", tmp_path / "two" / ".." / "one"], layout=layout, capacity_bytes=1 << 20)
     with pytest.raises(BadRequest, match="directories"):
         StripedTier.open([], layout=layout, capacity_bytes=1 << 20)
+
+
+def files_below(directory: Path) -> dict[str, tuple[int, int]]:
+    """Every file: its size and when it was changed."""
+    return {
+        str(path.relative_to(directory)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+def test_a_refusal_of_one_directory_leaves_all_as_they_were(tmp_path: Path) -> None:
+    layout = NAMESPACE.layout
+    names = [tmp_path / "one", tmp_path / "two"]
+    tier = StripedTier.open(names, layout=layout, capacity_bytes=2 << 20)
+    slots = tier.num_free
+    asyncio.run(tier.close())
+    before = files_below(tmp_path)
+    (tmp_path / "three").mkdir(mode=0o777)
+    (tmp_path / "three").chmod(0o777)
+    before = files_below(tmp_path)
+    for capacity_bytes in (1 << 20, 8 << 20):
+        for directories in ([*names, tmp_path / "three"], [*names, tmp_path / "no" / "parent"]):
+            with pytest.raises(TierUnavailable):
+                StripedTier.open(directories, layout=layout, capacity_bytes=capacity_bytes)
+            assert files_below(tmp_path) == before
+    # Not so much as a directory that would have been made for the first.
+    with pytest.raises(TierUnavailable):
+        StripedTier.open([tmp_path / "new", tmp_path / "three"], layout=layout, capacity_bytes=2 << 20)
+    assert files_below(tmp_path) == before
+    tier = StripedTier.open(names, layout=layout, capacity_bytes=2 << 20)
+    assert tier.num_free == slots
+    asyncio.run(tier.close())
+
+
+def test_directories_on_one_file_system_must_fit_together(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(BadRequest, match="2 directories on one file system"):
+        StripedTier.open(
+            [tmp_path / "one", tmp_path / "two"], layout=NAMESPACE.layout, capacity_bytes=int(free * 1.2)
+        )
+    assert list(tmp_path.iterdir()) == []

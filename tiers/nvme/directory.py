@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -58,6 +60,18 @@ _BESIDE_BYTES: Final = 256 << 10
 """Manifests, and the directory itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a directory that has been checked is about to take."""
+
+    file_system: int
+    """Which one, as `st_dev` names it."""
+    new_bytes: int
+    """More than its files have now; below zero where a store shrinks."""
+    free_bytes: int | None
+    """What the file system has left for this user; None where it does not say."""
+
+
 _NOTHING: Final = Inventory(None, is_manifest_damaged=False, is_manifest_loose=False, segments=(), logs=())
 
 
@@ -77,6 +91,7 @@ def open_directory(
     health: Health,
     progress: Progress,
     is_whole: bool = True,
+    before_filling: Callable[[Room], None] = lambda _room: None,
 ) -> StoreDirectory:
     """Check and lock the directory, recover what it holds, and bring its files to the capacity. Blocks: for
     milliseconds, and for what recovery takes.
@@ -84,7 +99,8 @@ def open_directory(
     A missing directory is made, with mode 0700, if its parent exists. Raises `TierUnavailable`, with one line that
     names the directory, when it is not ours alone to write, is in use by another instance, has an unknown format
     version or pages of another shape, or cannot be opened; `BadRequest` for a capacity that is too small or beyond the
-    free space. Nothing has been created or altered then.
+    free space. Nothing has been created or altered then. Nor has it when `before_filling` raises, which is called when
+    everything has been checked.
     """
     plan = Geometry.plan(shape, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes)
     made = locked = False
@@ -108,10 +124,11 @@ def open_directory(
             segments=_find_segments(files, opened, tier, known=found in (_Found.WHOLE, _Found.FORGETFUL)),
             logs=_find_logs(files, opened),
         )
-        _check_room(files, path, opened.geometry, inventory)
+        room = _check_room(files, path, opened.geometry, inventory)
         opened.recovered = nothing_recovered(opened.geometry)
         if manifest is not None:
             _recover(files, opened, manifest, inventory, progress, is_whole=is_whole)
+        before_filling(Room(files.fstat(opened.fd).st_dev, *room))
         _sync_name(files, path)
         fill(files, opened, health, inventory)
         return opened
@@ -273,18 +290,21 @@ def _find_logs(files: FileIO, directory: StoreDirectory) -> list[FoundLog]:
     return found
 
 
-def _check_room(files: FileIO, path: str, geometry: Geometry, inventory: Inventory) -> None:
+def _check_room(files: FileIO, path: str, geometry: Geometry, inventory: Inventory) -> tuple[int, int | None]:
+    """Bytes that the files will take more than now, and bytes that are free."""
     space = files.statvfs(path)
+    needed = geometry.total_bytes + 2 * log_bytes(geometry)
     if not space.f_blocks:
         # A file system that does not say how large it is; what does not fit shows when it is allocated or written.
-        return
-    free = space.f_bavail * space.f_frsize + inventory.num_bytes
-    needed = geometry.total_bytes + 2 * log_bytes(geometry)
+        return needed - inventory.num_bytes, None
+    unused = space.f_bavail * space.f_frsize
+    free = unused + inventory.num_bytes
     if needed > free:
         raise BadRequest(
             "capacity_bytes",
             f"{needed} bytes of segments and logs do not fit into the {free} bytes that are free at {path}",
         )
+    return needed - inventory.num_bytes, unused
 
 
 def _recover(

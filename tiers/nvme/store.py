@@ -41,7 +41,7 @@ from hicache.tier import (
 from hicache.tiers.codecs.registry import NONE, check_name
 from hicache.tiers.nvme.budget import SpaceFloor, WriteBudget, check_budget
 from hicache.tiers.nvme.commits import COMMIT_INTERVAL_S, Commits
-from hicache.tiers.nvme.directory import open_directory
+from hicache.tiers.nvme.directory import Room, open_directory
 from hicache.tiers.nvme.filling import StoreDirectory, close_directory
 from hicache.tiers.nvme.findings import OUTCOMES, Counters, Finding, Operation
 from hicache.tiers.nvme.geometry import Geometry, PageShape
@@ -196,6 +196,7 @@ class NvmeTier:
         layer_lanes: int = LAYER_LANES,
         commit_interval_s: float = COMMIT_INTERVAL_S,
         is_whole: bool = True,
+        before_filling: Callable[[Room], None] = lambda _room: None,
     ) -> Self:
         """Open the store in a directory, or make one: its segments and logs, all of them, preallocated. Blocks for
         milliseconds, and for what recovery takes (`recovery`); needs no running loop.
@@ -222,6 +223,8 @@ class NvmeTier:
             commit_interval_s: longest time from a change to the commit that makes it durable, above 0.
             is_whole: False for a store that holds only some pages of each path: they are not linked, nothing is
                 `recovered`, and who put the stores together asks for `unconnected`.
+            before_filling: called when everything has been checked and nothing created or altered. What it raises is
+                raised, and nothing has been.
 
         Raises `BadRequest` naming the argument and its bound (a capacity below one page, below one segment, or beyond
         the free space), and `TierUnavailable` with one line naming the directory when it cannot be used: in use, not
@@ -251,6 +254,7 @@ class NvmeTier:
             health=state,
             progress=progress,
             is_whole=is_whole,
+            before_filling=before_filling,
         )
         try:
             recovery = opened.recovered.summary(clock.monotonic() - begun)
@@ -299,6 +303,11 @@ class NvmeTier:
         """Slots that can be handed out. Stays as it is while the device is down: pages are still read, and none has to
         leave for it."""
         return self.num_free + self._pool.capacity - self._pool.num_free
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return self._directory.path
 
     @property
     def num_slots(self) -> int:

@@ -15,6 +15,7 @@ pages of all are linked together: what has lost its parent with another device i
 """
 
 import asyncio
+import logging
 import os
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -38,10 +39,13 @@ from hicache.tier import (
     Ticket,
     TierId,
 )
+from hicache.tiers.nvme.directory import Room
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.io import real_path
 from hicache.tiers.nvme.recovery import Progress, Recovery, connect
 from hicache.tiers.nvme.store import NvmeTier
+
+_log = logging.getLogger(__name__)
 
 MAX_STORES: Final = 64
 STRIPE_BYTES: Final = 2 << 20
@@ -104,8 +108,8 @@ class StripedTier:
             progress: told how much of the recovery of all stores is done.
             layout, segment_bytes, codec, codec_ratio, tier_id, clock: as `NvmeTier.open` takes them.
 
-        Raises `BadRequest` and `TierUnavailable` as `NvmeTier.open` does, naming the directory; the stores that were
-        opened before are then closed, and hold what they held.
+        Raises `BadRequest` and `TierUnavailable` as `NvmeTier.open` does, naming the directory, and `BadRequest` when
+        directories on one file system do not fit there together. Nothing has been created or altered then.
         """
         if not 1 <= len(directories) <= MAX_STORES:
             raise BadRequest("directories", f"{len(directories)} directories are not within 1 to {MAX_STORES}")
@@ -114,28 +118,41 @@ class StripedTier:
             raise BadRequest("directories", f"{twice[0]} is named twice")
         clock = clock or SystemClock()
         share = len(directories)
-        stores: list[NvmeTier] = []
+        stores: dict[int, NvmeTier] = {}
+        rooms: list[Room] = []
+
+        def open_from(number: int) -> None:
+            """Open store `number`, and those behind it after it has been checked and before it is filled. So all are
+            checked and locked before any is altered."""
+
+            def open_next(room: Room) -> None:
+                rooms.append(room)
+                if number + 1 < share:
+                    open_from(number + 1)
+                else:
+                    _check_rooms(rooms)
+
+            stores[number] = NvmeTier.open(
+                directories[number],
+                layout=layout,
+                capacity_bytes=capacity_bytes // share,
+                segment_bytes=segment_bytes,
+                codec=codec,
+                codec_ratio=codec_ratio,
+                tier_id=tier_id,
+                clock=clock,
+                min_free_bytes=min_free_bytes,
+                write_bytes_per_day=None if write_bytes_per_day is None else write_bytes_per_day // share,
+                progress=_part_of(progress, number, share),
+                is_whole=False,
+                before_filling=open_next,
+            )
+
         try:
-            for number, directory in enumerate(directories):
-                stores.append(
-                    NvmeTier.open(
-                        directory,
-                        layout=layout,
-                        capacity_bytes=capacity_bytes // share,
-                        segment_bytes=segment_bytes,
-                        codec=codec,
-                        codec_ratio=codec_ratio,
-                        tier_id=tier_id,
-                        clock=clock,
-                        min_free_bytes=min_free_bytes,
-                        write_bytes_per_day=None if write_bytes_per_day is None else write_bytes_per_day // share,
-                        progress=_part_of(progress, number, share),
-                        is_whole=False,
-                    )
-                )
-            return cls(stores, clock=clock)
+            open_from(0)
+            return cls([stores[number] for number in range(share)], clock=clock)
         except BaseException:
-            for store in stores:
+            for store in stores.values():
                 store.abandon()
             raise
 
@@ -452,12 +469,20 @@ class StripedTier:
         parts = [store.recovery for store in self._stores]
         for part in parts:
             dropped.update(part.dropped)
+        damage = [sentence for part in parts for sentence in part.damage]
+        for store in self._stores:
+            if dropped["orphan"] and not store.accepted:
+                damage.append(
+                    f"{store.path} is new among stores that hold pages: {dropped['orphan']} pages were dropped because "
+                    "the beginnings of their prompts lay elsewhere; is a device missing?"
+                )
+                _log.warning("%s", damage[-1])
         return Recovery(
             num_pages=len(kept),
             seconds=sum(part.seconds for part in parts) + self._clock.monotonic() - begun,
             clean_stop=all(part.clean_stop for part in parts),
             dropped=dict(dropped),
-            damage=tuple(sentence for part in parts for sentence in part.damage),
+            damage=tuple(damage),
         )
 
     # ---- end
@@ -491,6 +516,17 @@ class _Tickets:
             for place, outcome in zip(places, ticket.wait(max(0.0, deadline - self._clock.monotonic())), strict=True):
                 outcomes[place] = outcome
         return outcomes
+
+
+def _check_rooms(rooms: Sequence[Room]) -> None:
+    """Directories on one file system share its free space."""
+    for file_system in {room.file_system for room in rooms}:
+        together = [room for room in rooms if room.file_system == file_system]
+        needed = sum(room.new_bytes for room in together)
+        free = min((room.free_bytes for room in together if room.free_bytes is not None), default=None)
+        if free is not None and needed > free:
+            problem = f"{len(together)} directories on one file system need {needed} bytes more; {free} are free there"
+            raise BadRequest("capacity_bytes", problem)
 
 
 def _reached(numbers: Sequence[int], wanted: Sequence[int]) -> bool:
