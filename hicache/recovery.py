@@ -76,8 +76,8 @@ async def recover(
                 await asyncio.sleep(0)
             if run.namespace not in namespaces:
                 namespaces[run.namespace] = _readable(run.namespace, layout)
-            namespace = namespaces[run.namespace]
-            what, above = "pages", ends.get(run.prefix)
+            namespace, above = namespaces[run.namespace], ends.get(run.prefix)
+            what = "pages"
             if namespace is None:
                 what = "foreign_pages"
             elif run.prefix != namespace.digest if above is None else above.namespace != namespace.digest:
@@ -117,6 +117,9 @@ def joined(runs: Sequence[RecoveredRun]) -> Iterator[RecoveredRun]:
     """Runs that were made part of the one before them."""
     for run in runs:
         if id(run) in taken:
+            continue
+        if run.chain not in only_child:
+            yield run
             continue
         parts = [run]
         while (after := only_child.get(parts[-1].chain)) is not None and after.namespace == run.namespace:
