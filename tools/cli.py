@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "tree": "show the cached prefixes of a saved snapshot: where they are, bytes, recency, leases",
     "stats": "show tiers, lanes and counters of a saved snapshot",
     "doctor": "say what lies in the directory of an NVMe tier, and what is damaged",
+    "replay": "say what a cache of given sizes would have done with a recorded or made-up load",
     "bench": "measure a part of hicache beside baselines of the same run",
 }
 """Name and summary of each command, in the order in which help lists them."""

@@ -1,0 +1,343 @@
+"""`hicache replay`: what a cache of given sizes would have done with a recorded or a made-up load."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache.tools.exits import CommandFailed, Exit, UsageProblem
+from hicache.tools.terminal import Style, printable
+from hicache.tools.units import parse_bytes
+
+if TYPE_CHECKING:
+    from hicache.tools.replay.generators import Workload
+    from hicache.tools.replay.readers import Request
+    from hicache.tools.replay.report import Comparison, Load
+    from hicache.tools.replay.run import Machine
+
+POLICIES: Final = ("lru", "slru", "s3-fifo", "lrfu", "value")
+WORKLOADS: Final = ("chat", "few-shot", "rag", "multi-turn")
+WRITE_POLICIES: Final = ("demote-on-evict", "write-through", "write-through-selective")
+STEP_S: Final = 5e-3
+"""Seconds that a step of the simulated engine costs beside its tokens."""
+TOTAL_BLOCKS_MAX: Final = 20_000_000
+"""Most blocks of a load, all prompts together: some 4 bytes each while it is replayed, 40 while MIN is worked out."""
+REQUESTS_MAX: Final = 10_000_000
+_TOKEN_UNITS: Final = {"tok": 1, "ktok": 10**3, "mtok": 10**6, "gtok": 10**9}
+_CURVE_FACTORS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
+"""Capacities of a plot, in parts of what all tiers have together."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.usage = "hicache replay (TRACE | --synthetic KIND) [options]"
+    parser.description = (
+        "Runs the cache's own tree, policies and movers over a load, in virtual time and on tiers that keep no bytes.\n"
+        "Prints hit rates by tier, bytes by lane, simulated times to first token (TTFT), and how far below MIN, which\n"
+        "knows the future, the cache stayed."
+    )
+    parser.epilog = (
+        "TRACE is one JSON a request (mooncake: hash_ids; ragpulse: chunks, whose lengths lie beside it), one JSON a\n"
+        "session (sessions: block_size, requests), or CSV with TIMESTAMP,ContextTokens,GeneratedTokens (azure), plain\n"
+        "or in gzip. SIZE is bytes (64GiB) or tokens (500ktok, 4Mtok).\n\n"
+        "The engine: a request that has its place computes what the cache lacks in steps of up to 8,192 tokens, at\n"
+        "the same speed whatever the others do, and then has its first token; its pages are held until then."
+    )
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="file of requests")
+    load = parser.add_argument_group("load")
+    load.add_argument("--synthetic", choices=WORKLOADS, help="a made-up load in place of a trace")
+    load.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="numbers",
+                      help="change a number of the made-up load, turns=12 say; a wrong name lists them")  # fmt: skip
+    load.add_argument("--seed", type=int, metavar="N", help="of the made-up load (default 0)")
+    load.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    load.add_argument("--pace", type=float, default=1.0, metavar="X", help="let X times as many arrive in a second")
+    load.add_argument("--block", type=int, metavar="TOKENS",
+                      help="tokens of a page, a multiple of the trace's own (default that; 64 without)")  # fmt: skip
+    load.add_argument("--session-gap", type=float, metavar="S",
+                      help="seconds between the beginnings of sessions (default 120)")  # fmt: skip
+    load.add_argument(
+        "--chunks", type=Path, metavar="FILE", help="lengths of chunks (default NAME_chunks beside TRACE)"
+    )
+    load.add_argument(
+        "--sort", action="store_true", help="put requests in order of time; else a wrong order is an error"
+    )
+    load.add_argument("--skip-bad", action="store_true", help="leave bad lines out and count them")
+    cache = parser.add_argument_group("cache and machine")
+    for tier, default in (("device", "40GiB"), ("host", "256GiB"), ("nvme", "1TiB")):
+        cache.add_argument(f"--{tier}", default=default, metavar="SIZE", help=f"the {tier} tier (default {default})"
+                           + ("; 0 for none" if tier == "nvme" else ""))  # fmt: skip
+    cache.add_argument("--token-bytes", default="128KiB", metavar="BYTES", help="KV of a token (default 128KiB)")
+    cache.add_argument("--policy", default="lru", choices=POLICIES, help="evicts in all tiers (default lru)")
+    cache.add_argument("--compare", metavar="A,B,...", help="several policies, in one table")
+    cache.add_argument("--write-policy", default="demote-on-evict", choices=WRITE_POLICIES,
+                       help="when pages are written to NVMe (default demote-on-evict)")  # fmt: skip
+    cache.add_argument("--exclusive", action="store_true", help="a page leaves NVMe once it is in the host")
+    cache.add_argument("--link", default="25GB", metavar="BYTES", help="a second, each way (default 25GB)")
+    cache.add_argument("--nvme-read", default="6GB", metavar="BYTES", help="a second (default 6GB)")
+    cache.add_argument("--nvme-write", default="3GB", metavar="BYTES", help="a second (default 3GB)")
+    cache.add_argument("--prefill", type=float, default=20_000.0, metavar="N",
+                       help="tokens a second at the beginning of a prompt (default 20000)")  # fmt: skip
+    cache.add_argument("--concurrency", type=int, default=64, metavar="N", help="most requests at a time (default 64)")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw hit rates over capacities, one tier alone")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return the exit status."""
+    policies = _policies(args)
+    _check(args)
+    sizes = {tier: _size(f"--{tier}", getattr(args, tier), zero=tier == "nvme") for tier in ("device", "host", "nvme")}
+    rates = {name: _bytes(f"--{name.replace('_', '-')}", getattr(args, name))
+             for name in ("token_bytes", "link", "nvme_read", "nvme_write")}  # fmt: skip
+
+    from hicache.tools.demo.screen import Screen
+    from hicache.tools.replay import report
+    from hicache.tools.replay.bound import min_hits
+    from hicache.tools.replay.run import REPLAYABLE, replay
+
+    load, block_tokens, requests = _load(args)
+    machine = _machine(args, block_tokens, sizes, rates)
+    total = machine.total_pages
+    factors = _CURVE_FACTORS if args.plot else ()
+    replayable = [policy for policy in policies if policy in REPLAYABLE]
+    steps = len(requests) * (len(replayable) + len(policies) * (1 + len(factors)))
+    with Screen(sys.stderr, Style.of(sys.stderr)).bar(steps) as bar:
+        replayed = {}
+        for policy in replayable:
+            bar.describe(f"{policy}, the whole cache")
+            replayed[policy] = replay(requests, machine, policy, progress=bar.advance)
+        alone: dict[str, int] = {}
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for policy in policies:
+            bar.describe(f"{policy}, one tier")
+            alone[policy] = _found_alone(requests, policy, total, bar.advance)
+            for factor in factors:
+                capacity = max(1, int(total * factor))
+                found = _found_alone(requests, policy, capacity, bar.advance)
+                curves.setdefault(policy, []).append((capacity * block_tokens, found / max(1, load.blocks)))
+        bar.describe("MIN")
+        paths = [request.blocks.tolist() for request in requests]
+        for factor in factors:
+            capacity = max(1, int(total * factor))
+            rate = min_hits(paths, capacity) / max(1, load.blocks)
+            curves.setdefault("MIN", []).append((capacity * block_tokens, rate))
+        comparison = report.Comparison(load, machine, alone, replayed, min_hits(paths, total), curves)
+    if args.plot:
+        _draw(args.plot, comparison)
+    if args.json:
+        print(json.dumps(report.to_json(comparison), indent=2))
+    else:
+        print("\n".join(report.lines(comparison, Style.of(sys.stdout))))
+    return Exit.OK
+
+
+# -- what was asked for -----------------------------------------------------------------------------------------------
+
+
+def _policies(args: argparse.Namespace) -> list[str]:
+    if args.compare is None:
+        return [args.policy]
+    names = [name.strip() for name in args.compare.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise UsageProblem(f"--compare: unknown policy {printable(name, 40)!r}; known are {', '.join(POLICIES)}")
+    if len(set(names)) < len(names):
+        raise UsageProblem("--compare: a policy is named twice")
+    return names
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Everything that can be known wrong before a file is looked at."""
+    if (args.trace is None) == (args.synthetic is None):
+        raise UsageProblem("either TRACE or --synthetic says what to replay (see hicache replay --help)")
+    other = {"--set": args.numbers, "--seed": args.seed is not None}
+    if args.synthetic is None:
+        wrong = [flag for flag, is_given in other.items() if is_given]
+        if wrong:
+            raise UsageProblem(f"{wrong[0]}: is for --synthetic loads; TRACE says what comes")
+    else:
+        other = {"--chunks": args.chunks, "--session-gap": args.session_gap is not None, "--sort": args.sort,
+                 "--skip-bad": args.skip_bad}  # fmt: skip
+        wrong = [flag for flag, is_given in other.items() if is_given]
+        if wrong:
+            raise UsageProblem(f"{wrong[0]}: is for a TRACE, not for --synthetic loads")
+    for flag, value, low, high in (
+        ("--limit", args.limit, 1, REQUESTS_MAX), ("--block", args.block, 1, 1 << 16),
+        ("--session-gap", args.session_gap, 0, 1e6), ("--pace", args.pace, 1e-3, 1e3),
+        ("--prefill", args.prefill, 1, 1e9), ("--concurrency", args.concurrency, 1, 4096),
+        ("--seed", args.seed, 0, 1 << 63),
+    ):  # fmt: skip
+        if value is not None and not low <= value <= high:
+            raise UsageProblem(f"{flag}: {value} is not within {low:g} to {high:g}")
+    for path in (args.trace, args.chunks):
+        if path is not None and not path.is_file():
+            raise UsageProblem(f"{printable(str(path))}: there is no such file")
+    if args.plot is not None:
+        if args.plot.suffix != ".svg":
+            raise UsageProblem(f"--plot: {printable(str(args.plot))} does not end in .svg")
+        if not args.plot.parent.is_dir():
+            raise UsageProblem(f"--plot: there is no directory {printable(str(args.plot.parent))}")
+
+
+def _bytes(flag: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as problem:
+        raise UsageProblem(f"{flag}: {printable(str(problem), 120)}") from None
+
+
+def _size(flag: str, text: str, *, zero: bool) -> tuple[int, bool]:
+    """A size, and whether it is one in tokens."""
+    if zero and text.strip() == "0":
+        return 0, True
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = text.strip()[len(number) :].lower()
+    if unit not in _TOKEN_UNITS:
+        return _bytes(flag, text), False
+    try:
+        tokens = float(number) * _TOKEN_UNITS[unit]
+    except ValueError:
+        tokens = 0.0
+    if not 1 <= tokens < 1e15:
+        raise UsageProblem(f"{flag}: {printable(text, 40)!r} is not a size such as 64GiB, 500ktok or 4Mtok")
+    return int(tokens), True
+
+
+def _machine(
+    args: argparse.Namespace, block_tokens: int, sizes: dict[str, tuple[int, bool]], rates: dict[str, int]
+) -> "Machine":
+    from hicache.errors import BadRequest
+    from hicache.prefill import PrefillCurve
+    from hicache.tools.replay.run import Machine
+    from hicache.write_policy import WritePolicy
+
+    token_bytes = rates["token_bytes"]
+    pages = {
+        tier: amount // (block_tokens if is_tokens else block_tokens * token_bytes)
+        for tier, (amount, is_tokens) in sizes.items()
+    }
+    try:
+        if args.nvme != "0" and not pages["nvme"]:
+            raise BadRequest("nvme_pages", f"holds no page of {block_tokens} tokens; 0 leaves the tier out")
+        return Machine(
+            block_tokens=block_tokens, token_bytes=token_bytes, device_pages=pages["device"],
+            host_pages=pages["host"], nvme_pages=pages["nvme"], link_bandwidth=rates["link"],
+            nvme_read_bandwidth=rates["nvme_read"], nvme_write_bandwidth=rates["nvme_write"],
+            prefill=PrefillCurve(token_s=1 / args.prefill, attend_s=1e-5 / args.prefill, step_s=STEP_S),
+            concurrency=args.concurrency, pace=args.pace, write_policy=WritePolicy(args.write_policy),
+            exclusive=args.exclusive,
+        )  # fmt: skip
+    except BadRequest as problem:
+        flag = "--" + problem.field.removesuffix("_pages").replace("_", "-")
+        raise UsageProblem(f"{flag}: {problem.problem}") from None
+
+
+def _load(args: argparse.Namespace) -> "tuple[Load, int, list[Request]]":
+    """Read or make all requests: what is wrong is said before anything is shown. With them the tokens of a block."""
+    if args.synthetic is not None:
+        from hicache.tools.replay.generators import DEFAULT_REQUESTS, generate
+        from hicache.tools.replay.readers import DEFAULT_BLOCK
+
+        workload, block_tokens, seed = _workload(args), args.block or DEFAULT_BLOCK, args.seed or 0
+        made = generate(workload, seed=seed, num_requests=args.limit or DEFAULT_REQUESTS, block_tokens=block_tokens)
+        requests = _bounded(made)
+        return _describe(requests, args.synthetic, "synthetic", seed=seed), block_tokens, requests
+    from hicache.tools.replay.readers import SESSION_GAP_S, Trace
+
+    try:
+        trace = Trace(
+            args.trace, block_tokens=args.block, chunks=args.chunks, sort=args.sort, skip_bad=args.skip_bad,
+            session_gap_s=SESSION_GAP_S if args.session_gap is None else args.session_gap,
+        )  # fmt: skip
+        requests = _bounded(islice(trace, args.limit))
+    except OSError as problem:
+        raise UsageProblem(f"{printable(str(args.trace))}: {problem.strerror or problem}") from None
+    if not requests:
+        raise UsageProblem(f"{printable(str(args.trace))}: there is no request in it")
+    load = _describe(requests, printable(args.trace.name, 60), trace.format, num_bad=trace.num_bad)
+    return load, trace.block_tokens, requests
+
+
+def _describe(
+    requests: "Sequence[Request]", name: str, kind: str, *, num_bad: int = 0, seed: int | None = None
+) -> "Load":
+    from hicache.tools.replay.report import Load
+
+    return Load(
+        name, kind, len(requests), sum(each.input_tokens for each in requests),
+        sum(len(each.blocks) for each in requests), sum(each.document_tokens for each in requests), num_bad, seed,
+    )  # fmt: skip
+
+
+def _bounded(requests: "Iterable[Request]") -> "list[Request]":
+    kept, num_blocks = [], 0
+    for request in requests:
+        kept.append(request)
+        num_blocks += len(request.blocks)
+        if num_blocks > TOTAL_BLOCKS_MAX:
+            raise UsageProblem(f"the load has more than {TOTAL_BLOCKS_MAX:,} blocks; --block makes them longer, "
+                               "--limit takes fewer requests")  # fmt: skip
+    return kept
+
+
+def _workload(args: argparse.Namespace) -> "Workload":
+    from dataclasses import asdict, replace
+
+    from hicache.errors import BadRequest
+    from hicache.tools.replay.generators import WORKLOADS as KNOWN
+
+    workload = KNOWN[args.synthetic]
+    numbers = asdict(workload)
+    changes: dict[str, Any] = {}
+    for each in args.numbers:
+        name, _, text = each.partition("=")
+        if name not in numbers:
+            listed = ", ".join(f"{known}={value:g}" for known, value in numbers.items())
+            raise UsageProblem(f"--set: unknown name {printable(name, 40)!r}; {args.synthetic} has {listed}")
+        try:
+            changes[name] = type(numbers[name])(text)
+        except ValueError:
+            kind = "a whole number" if isinstance(numbers[name], int) else "a number"
+            raise UsageProblem(f"--set: {name}: {printable(text, 40)!r} is not {kind}") from None
+    try:
+        return replace(workload, **changes)
+    except BadRequest as problem:
+        raise UsageProblem(f"--set: {problem}") from None
+
+
+# -- what is found out ------------------------------------------------------------------------------------------------
+
+
+def _found_alone(requests: "Sequence[Request]", policy: str, capacity_pages: int, progress: Callable[[], None]) -> int:
+    """Blocks that a policy finds in one tier by itself."""
+    from hicache.tools.replay.blocks import BlockCache
+    from hicache.tools.replay.run import POLICIES as MAKERS
+
+    cache, found = BlockCache(MAKERS[policy](capacity_pages), capacity_pages), 0
+    for request in requests:
+        found += cache.request(request.blocks.tolist(), request.time_s)
+        progress()
+    return found
+
+
+def _draw(path: Path, comparison: "Comparison") -> None:
+    from hicache.tools.replay.plot import chart
+
+    load, machine = comparison.load, comparison.machine
+    text = chart(
+        f"{load.name}: blocks found",
+        {name: points for name, points in comparison.curves.items() if name != "MIN"},
+        bound=comparison.curves["MIN"],
+        marked={
+            name: (machine.total_pages * machine.block_tokens, each.blocks_found / max(1, load.blocks))
+            for name, each in comparison.replayed.items()
+        },
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise CommandFailed(f"{printable(str(path))}: {problem.strerror}") from problem
