@@ -7,6 +7,7 @@ C26 is `tests/faults/test_damage.py`: hundreds of damaged directories. C28 again
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import random
 import shutil
@@ -19,8 +20,9 @@ import pytest
 
 from hicache.errors import TierUnavailable
 from hicache.tier import Outcome
+from hicache.tiers.nvme.geometry import BLOCK
 from hicache.tiers.nvme.io import FileIO
-from tests.cases.client import Client, P, opened, sequence
+from tests.cases.client import SLOT_BYTES, Client, P, opened, seam, sequence
 from tests.faults.oracle import Oracle, Page
 from tests.faults.store import open_store, read_pages, write_path
 
@@ -211,35 +213,47 @@ def test_c24_an_append_that_fails_half_way_leaves_a_log_that_is_read(tmp_path: P
 # ---- C28
 
 
-@pytest.mark.parametrize("replaced", ["manifest", "0.log", "1.log", "000000.seg", "000001.seg", "directory"])
-def test_c28_a_link_in_the_directory_leads_nothing_outside(tmp_path: Path, replaced: str) -> None:
+@pytest.mark.parametrize("replaced", ["manifest", "0.log", "1.log", "000000.seg", "000002.seg", "directory"])
+def test_c28_a_link_in_the_directory_leads_nothing_outside(
+    tmp_path: Path, replaced: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store has two segments and grows, so that 000002.seg would be its next."""
     directory, outside = tmp_path / "nvme", tmp_path / "outside"
-    with opened(directory, nvme=8) as cache:
+    segment_bytes = BLOCK + 4 * SLOT_BYTES
+    with seam(FileIO(), segment_bytes=segment_bytes), opened(directory, nvme=8) as cache:
         Client(cache).insert(sequence(0, 4 * P))
         Client(cache).persist(sequence(0, 4 * P))
+    assert len(list(directory.glob("*.seg"))) == 2
     outside.mkdir()
     (outside / "file").write_bytes(b"known content " * 1000)
     (outside / "below").mkdir()
     (outside / "below" / "more").write_text("more")
-    if replaced == "directory":
-        (directory / "sub").symlink_to(outside / "below")
-    else:
-        name = f"hicache{'.' if replaced == 'manifest' else '-'}{replaced}"
-        (directory / name).unlink(missing_ok=True)
-        (directory / name).symlink_to(outside / "file")
+    name = "sub" if replaced == "directory" else f"hicache{'.' if replaced == 'manifest' else '-'}{replaced}"
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(outside / ("below" if replaced == "directory" else "file"))
     for path in directory.iterdir():
         if not path.is_symlink():
             path.chmod(0o666)
     before = _picture(outside)
-    with opened(directory, nvme=8, device=8, host=8) as cache:
+    with (
+        caplog.at_level(logging.WARNING),
+        seam(FileIO(), segment_bytes=segment_bytes),
+        opened(directory, nvme=16, device=8, host=8) as cache,
+    ):
         client = Client(cache)
         assert client.read(sequence(0, 4 * P)) in range(0, 4 * P + 1, P)
         for letter in range(1, 9):
             client.insert(sequence(letter, 4 * P))
         cache.flush()
     assert _picture(outside) == before
+    made = {path.name for path in directory.glob("*.seg") if not path.is_symlink()}
+    expected = [f"hicache-{number:06d}.seg" for number in range(5)]
+    assert made == set(expected) - {name if name in expected else expected[-1]}, "new files were made beside the link"
+    if replaced != "directory":
+        assert any(name in line and ("left alone" in line or "set aside" in line) for line in caplog.messages)
     for path in directory.iterdir():
         assert path.is_symlink() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
 def _picture(directory: Path) -> list[tuple[str, int, int, bytes]]:
