@@ -147,7 +147,11 @@ def test_the_example_manifest_is_what_the_code_writes() -> None:
     assert text == encode_manifest(MANIFEST)
     assert manifest_version(text) == 2
     assert decode_manifest(text) == MANIFEST
-    assert json.loads(text.splitlines()[1])["layer_bytes"] == [8, 4]
+    body = json.loads(text.splitlines()[1])
+    assert body["layer_bytes"] == [8, 4]
+    table = FORMAT.read_text().partition("Version 2 has these fields, in this order")[2].partition("\n\nOpened")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert re.findall(r"`(\w+)`", "".join(rows)) == list(body)
 
 
 def test_the_example_log_is_what_the_code_writes() -> None:
