@@ -21,7 +21,7 @@ from hicache.errors import BadRequest, HicacheError, NoRoom, TierUnavailable
 from hicache.layout import KVDtype, KVLayout
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.directory import overhead_bytes
-from hicache.tiers.nvme.filling import ASIDE, MANIFEST, MANIFEST_ASIDE
+from hicache.tiers.nvme.filling import ASIDE, MANIFEST, MANIFEST_ASIDE, MANIFEST_NEW
 from hicache.tiers.nvme.geometry import Geometry
 from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.records import log_bytes
@@ -430,6 +430,15 @@ def test_what_is_set_aside_takes_nobodys_place(
     assert sorted(os.listdir(directory)) == sorted([*FILES, *(aside.name + more for more in ("", "-2", "-3"))])
 
 
+def test_a_directory_with_the_new_manifests_name_is_set_aside(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    open_and_close(directory)
+    (directory / MANIFEST_NEW / "mine").mkdir(parents=True)
+    open_and_close(directory, capacity_bytes=SEGMENT)
+    assert (directory / (MANIFEST_NEW + ASIDE) / "mine").is_dir()
+    assert not (directory / MANIFEST_NEW).exists()
+
+
 def test_segments_of_a_store_that_cannot_be_continued_are_not_removed_silently(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -460,7 +469,7 @@ def test_a_store_shrinks_on_a_disk_that_is_full(tmp_path: Path) -> None:
 
     async def fill() -> None:
         async with open_tier(directory) as tier:
-            tier.remember(identities[0].namespace, b"record")
+            tier.remember(identities[0].namespace, b"namespace" + bytes(8))
             await store(tier, tier.allocate(8), identities)
 
     identities = identity_chain(8)

@@ -33,8 +33,8 @@ MANIFEST: Final = "hicache.manifest"
 MANIFEST_NEW: Final = "hicache.manifest.new"
 """The manifest while it is written: it becomes visible whole or not at all."""
 ASIDE: Final = ".damaged"
-"""What is added to the name of a manifest that cannot be read, and of a log's name that somebody took; and a number,
-where that name is taken too."""
+"""What is added to the name of a manifest that cannot be read, and of what took a name that the store needs; and a
+number, where that name is taken too."""
 MANIFEST_ASIDE: Final = MANIFEST + ASIDE
 FILE_MODE: Final = 0o600
 
@@ -237,8 +237,12 @@ def _write_manifest_or_shrink(
 def _write_manifest(
     files: FileIO, directory: StoreDirectory, manifest: Manifest, created: list[str], *, is_new: bool
 ) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    try:
         files.unlink(MANIFEST_NEW, directory_fd=directory.fd)
+    except FileNotFoundError:
+        pass
+    except IsADirectoryError:
+        _set_aside(files, directory, MANIFEST_NEW, "is a directory")
     fd = files.open(MANIFEST_NEW, READ_WRITE | CREATE, directory_fd=directory.fd)
     if MANIFEST_NEW not in created:
         created.append(MANIFEST_NEW)
