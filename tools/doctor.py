@@ -15,7 +15,7 @@ from hicache.tier import Outcome, PageIdentity, PageRead
 from hicache.tiers.nvme import DirectoryReport, NvmeTier
 from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import BLOCK
-from hicache.tiers.nvme.header import FORMAT_VERSION
+from hicache.tiers.nvme.header import FORGETFUL_VERSION, FORMAT_VERSION
 from hicache.tiers.nvme.inspection import FileReport, FileState
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.terminal import printable
@@ -158,7 +158,7 @@ def _segments(report: DirectoryReport) -> Iterator[Check]:
         says = f"{plural(len(surplus), 'file')} of a store, {format_bytes(sum(each.num_bytes for each in surplus))}"
         if report.is_refused:
             yield Check(Verdict.OK, "segments", f"{says}: left alone, as the cache refuses the directory")
-        elif report.version is not None:
+        elif report.version == FORGETFUL_VERSION:
             yield Check(Verdict.WARN, "segments", f"{says}: the next opening replaces them")
         else:
             mend = "put the manifest back before the cache is opened here: it removes them"

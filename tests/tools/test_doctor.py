@@ -31,7 +31,7 @@ def make_store(directory: Path) -> list[PageIdentity]:
 
     async def fill() -> None:
         async with small_tier(SMALL, 10, directory=directory) as tier:
-            tier.remember(identities[0].namespace, b"record")
+            tier.remember(identities[0].namespace, b"namespace" + bytes(8))
             await store(tier, tier.allocate(NUM_PAGES), identities)
 
     run(fill())
@@ -112,7 +112,10 @@ def _flip(path: Path) -> None:
 
 def _of_version(path: Path, version: int) -> None:
     text = path.read_bytes().splitlines(keepends=True)
-    body = text[0].replace(b" 2\n", b" %d\n" % version) + text[1]
+    _with_checksum(path, text[0].replace(b" 2\n", b" %d\n" % version) + text[1])
+
+
+def _with_checksum(path: Path, body: bytes) -> None:
     path.write_bytes(body + f"crc32c {checksum(body):08x}\n".encode())
 
 
@@ -139,7 +142,7 @@ def test_damage_is_named(
     assert says in checks_of(report, "fail")[subject]
 
 
-@pytest.mark.parametrize("manifest", ["gone", "damaged", "version 1", "version 9"])
+@pytest.mark.parametrize("manifest", ["gone", "damaged", "senseless", "version 1", "version 9"])
 def test_segments_without_a_manifest_are_not_said_to_be_nothing(
     manifest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +153,8 @@ def test_segments_without_a_manifest_are_not_said_to_be_nothing(
             (directory / MANIFEST).unlink()
         case "damaged":
             _flip(directory / MANIFEST)
+        case "senseless":
+            _with_checksum(directory / MANIFEST, b"hicache-nvme 2\n{}\n")
         case _:
             _of_version(directory / MANIFEST, int(manifest[-1]))
     status, report = doctor(capsys, directory)
@@ -159,6 +164,7 @@ def test_segments_without_a_manifest_are_not_said_to_be_nothing(
     assert {
         "gone": "no manifest names them",
         "damaged": "no manifest names them",
+        "senseless": "no manifest names them",
         "version 1": "the next opening replaces them",
         "version 9": "left alone, as the cache refuses the directory",
     }[manifest] in said["segments"]
@@ -175,7 +181,7 @@ def test_one_of_several_directories_is_no_damage(tmp_path: Path, capsys: pytest.
 
     async def fill() -> None:
         async with small_tier(SMALL, 10, directory=tmp_path / "store", is_whole=False) as tier:
-            tier.remember(identities[0].namespace, b"record")
+            tier.remember(identities[0].namespace, b"namespace" + bytes(8))
             await store(tier, tier.allocate(5), [*identities[:2], *identities[4:]])
 
     run(fill())
