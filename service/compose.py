@@ -8,14 +8,11 @@ reading and writing pages inside it touches no shared state.
 import asyncio
 import itertools
 import logging
-import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -26,26 +23,24 @@ from torch import Tensor
 
 from hicache import prefetch as ahead
 from hicache import sequence as core
-from hicache.arguments import flag
 from hicache.cache import DRAIN_S, Cache, Coverage
 from hicache.clock import Clock, SystemClock
 from hicache.deciding import Decision, PrefillSpeeds
 from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
-from hicache.metadata import check_metadata_bytes
 from hicache.namespace import Namespace
-from hicache.policies import LRU, check_policy
+from hicache.policies import LRU
 from hicache.prefill import PrefillCurve
 from hicache.recovery import Recovery
+from hicache.service.options import Directories, Options, Progress
 from hicache.service.snapshot import snapshot_of, stats_of
 from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
 from hicache.tiers.context import ContextParts, Staging
 from hicache.tiers.device import DeviceTier
 from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
-from hicache.tiers.nvme.geometry import PageShape
-from hicache.tiers.nvme.striped import MAX_STORES, StripedTier
+from hicache.tiers.nvme.striped import StripedTier
 from hicache.write_policy import WritePolicy
 from hicache.writing import Durability, Flushed, Persisted
 
@@ -60,11 +55,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Progress = Callable[[str, int, int], None]
-"""What `HiCache.open` tells while a restart brings pages back: the phase, how much is done, and of how much."""
-Directories = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-"""One directory of the NVMe tier, or several."""
-
 
 class HiCache:
     """The cache, embedded in this process. Thread-safe; every method but `open` may be called from any thread.
@@ -72,8 +62,8 @@ class HiCache:
     Made by `HiCache.open`; a context manager. See `Sequence` for the way a model uses it.
     """
 
-    def __init__(self, budgets: "_Budgets") -> None:
-        self.layout: Final = budgets.layout
+    def __init__(self, options: Options) -> None:
+        self.layout: Final = options.layout
         self._started: Final = threading.Event()
         self._stop: Final = asyncio.Event()
         self._parts: _Parts | None = None
@@ -84,7 +74,7 @@ class HiCache:
         self._lock: Final = threading.Lock()
         self._calls: Final[set[Future[Any]]] = set()
         self._is_open = False
-        self._thread = threading.Thread(target=self._run, args=(budgets,), name="hicache", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(options,), name="hicache", daemon=True)
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
@@ -138,20 +128,35 @@ class HiCache:
                 to leaving it, and takes a CPU, as on CUDA a step is left before its work has ended. A hit that is
                 slower to load than to compute is then left where it is: see `explain`. None: every hit is loaded.
             progress: told of what a restart brings back: first "nvme" and how much of its log is read, of how much;
-                then "pages" and how many are back, of how many. Called in the cache's own thread; must not raise.
+                then "pages" and how many are back, of how many. Called in threads of the cache; must not raise.
 
         Raises `BadRequest` naming the field before anything was made, `TierUnavailable` when a tier refuses to open.
         """
-        return cls(_Budgets.checked(
-            layout, device_bytes, host_bytes, nvme_dir, nvme_bytes, nvme_min_free_bytes, nvme_write_bytes_per_day,
-            nvme_codec, device, metadata_bytes, policy, write_policy, exclusive, prefill, progress,
-        ))
+        return cls(
+            Options.checked(
+                layout,
+                device_bytes=device_bytes,
+                host_bytes=host_bytes,
+                nvme_dir=nvme_dir,
+                nvme_bytes=nvme_bytes,
+                nvme_min_free_bytes=nvme_min_free_bytes,
+                nvme_write_bytes_per_day=nvme_write_bytes_per_day,
+                nvme_codec=nvme_codec,
+                device=device,
+                metadata_bytes=metadata_bytes,
+                policy=policy,
+                write_policy=write_policy,
+                exclusive=exclusive,
+                prefill=prefill,
+                progress=progress,
+            )
+        )
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
-    def _run(self, budgets: "_Budgets") -> None:
+    def _run(self, options: Options) -> None:
         try:
-            asyncio.run(self._serve(budgets))
+            asyncio.run(self._serve(options))
         except BaseException as failure:
             # Before the start it is the opener's; afterwards every call names it, and the log has it whole.
             self._failure = failure
@@ -166,8 +171,8 @@ class HiCache:
                     call.set_exception(self._closed())
             self._started.set()
 
-    async def _serve(self, budgets: "_Budgets") -> None:
-        parts = await _build(budgets)
+    async def _serve(self, options: Options) -> None:
+        parts = await _build(options)
         async with parts.cache:
             self._parts = parts
             self._loop = asyncio.get_running_loop()
@@ -578,88 +583,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Budgets:
-    """What `HiCache.open` was asked for, checked."""
-
-    layout: KVLayout
-    device_bytes: int
-    host_bytes: int
-    nvme_dirs: tuple[Path, ...]
-    nvme_bytes: int
-    nvme_min_free_bytes: int
-    nvme_write_bytes_per_day: int | None
-    nvme_codec: str
-    device: str
-    metadata_bytes: int | None
-    policy: str
-    write_policy: WritePolicy
-    exclusive: bool
-    prefill: PrefillCurve | Literal["measure"] | None
-    progress: Progress | None
-
-    @classmethod
-    def checked(
-        cls,
-        layout: KVLayout,
-        device_bytes: int,
-        host_bytes: int,
-        nvme_dir: Directories | None,
-        nvme_bytes: int | None,
-        nvme_min_free_bytes: int,
-        nvme_write_bytes_per_day: int | None,
-        nvme_codec: str,
-        device: str,
-        metadata_bytes: int | None,
-        policy: str,
-        write_policy: str,
-        exclusive: bool,
-        prefill: PrefillCurve | Literal["measure"] | None,
-        progress: Progress | None,
-    ) -> "_Budgets":
-        budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes}
-        if (nvme_dir is None) != (nvme_bytes is None):
-            raise BadRequest("nvme_bytes", "is given together with nvme_dir, or neither is")
-        if nvme_bytes is not None:
-            budgets["nvme_bytes"] = nvme_bytes
-        for name, value in budgets.items():
-            if value < layout.page_bytes:
-                raise BadRequest(name, f"{value} bytes are less than one page of {layout.page_bytes} bytes")
-        num_tiers = 2 if nvme_dir is None else 3
-        check_metadata_bytes(metadata_bytes, page_size=layout.page_size, num_tiers=num_tiers)
-        directories = _directories(nvme_dir)
-        if type(nvme_min_free_bytes) is not int or nvme_min_free_bytes < 0:
-            raise BadRequest("nvme_min_free_bytes", f"{nvme_min_free_bytes!r} is not a number of bytes from 0 on")
-        if nvme_write_bytes_per_day is not None and (
-            type(nvme_write_bytes_per_day) is not int or nvme_write_bytes_per_day < layout.page_bytes
-        ):
-            problem = f"{nvme_write_bytes_per_day!r} is not a number of bytes from one page, {layout.page_bytes}, on"
-            raise BadRequest("nvme_write_bytes_per_day", problem)
-        try:
-            PageShape.of(layout, codec=nvme_codec)
-        except BadRequest as error:
-            raise BadRequest("nvme_codec", error.problem) from None
-        check_policy(policy)
-        written = WritePolicy.named(write_policy)
-        if flag("exclusive", exclusive) and written is not WritePolicy.DEMOTE:
-            raise BadRequest("exclusive", f"contradicts {written.value}, which keeps copies on NVMe")
-        if prefill == "measure" and not device.startswith("cpu"):
-            raise BadRequest("prefill", f"steps on {device} are left before their work has ended; give a PrefillCurve")
-        if not (prefill is None or prefill == "measure" or isinstance(prefill, PrefillCurve)):
-            raise BadRequest("prefill", f"{prefill!r:.80} is no PrefillCurve, nor 'measure'")
-        return cls(
-            layout, device_bytes, host_bytes, directories, nvme_bytes or 0, nvme_min_free_bytes,
-            nvme_write_bytes_per_day, nvme_codec, device, metadata_bytes, policy, written, exclusive, prefill, progress,
-        )
-
-    def told(self, phase: str) -> Callable[[int, int], None]:
-        """The opener's `progress` for one phase."""
-        progress = self.progress
-        if progress is None:
-            return lambda _done, _total: None
-        return partial(progress, phase)
-
-
-@dataclass(frozen=True, slots=True)
 class _Parts:
     """What an open cache consists of."""
 
@@ -669,78 +592,67 @@ class _Parts:
     nvme: NvmeTier | StripedTier | None
 
 
-def _directories(nvme_dir: Directories | None) -> tuple[Path, ...]:
-    """The directories of the NVMe tier. Raises `BadRequest` for none, too many, an empty name, and one named twice."""
-    if nvme_dir is None:
-        return ()
-    names = [nvme_dir] if isinstance(nvme_dir, str | os.PathLike) else list(nvme_dir)
-    if not 1 <= len(names) <= MAX_STORES:
-        raise BadRequest("nvme_dir", f"{len(names)} directories are not within 1 to {MAX_STORES}; or give None")
-    if not all(os.fspath(name) for name in names):
-        raise BadRequest("nvme_dir", "is empty; name a directory, or None for no NVMe tier")
-    paths = [os.path.realpath(name) for name in names]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise BadRequest("nvme_dir", f"{path} is named twice")
-    return tuple([Path(name) for name in names])
-
-
-def _open_nvme(budgets: _Budgets, clock: Clock) -> NvmeTier | StripedTier:
-    if len(budgets.nvme_dirs) == 1:
-        return NvmeTier.open(
-            budgets.nvme_dirs[0],
-            layout=budgets.layout,
-            capacity_bytes=budgets.nvme_bytes,
-            min_free_bytes=budgets.nvme_min_free_bytes,
-            write_bytes_per_day=budgets.nvme_write_bytes_per_day,
-            codec=budgets.nvme_codec,
+def _open_nvme(options: Options, clock: Clock) -> NvmeTier | StripedTier:
+    try:
+        if len(options.nvme_dirs) == 1:
+            return NvmeTier.open(
+                options.nvme_dirs[0],
+                layout=options.layout,
+                capacity_bytes=options.nvme_bytes,
+                min_free_bytes=options.nvme_min_free_bytes,
+                write_bytes_per_day=options.nvme_write_bytes_per_day,
+                codec=options.nvme_codec,
+                clock=clock,
+                progress=options.told("nvme"),
+            )
+        return StripedTier.open(
+            options.nvme_dirs,
+            layout=options.layout,
+            capacity_bytes=options.nvme_bytes,
+            min_free_bytes=options.nvme_min_free_bytes,
+            write_bytes_per_day=options.nvme_write_bytes_per_day,
+            codec=options.nvme_codec,
             clock=clock,
-            progress=budgets.told("nvme"),
+            progress=options.told("nvme"),
         )
-    return StripedTier.open(
-        budgets.nvme_dirs,
-        layout=budgets.layout,
-        capacity_bytes=budgets.nvme_bytes,
-        min_free_bytes=budgets.nvme_min_free_bytes,
-        write_bytes_per_day=budgets.nvme_write_bytes_per_day,
-        codec=budgets.nvme_codec,
-        clock=clock,
-        progress=budgets.told("nvme"),
-    )
+    except BadRequest as error:
+        # In the words of whoever called `HiCache.open`.
+        name = {"capacity_bytes": "nvme_bytes"}.get(error.field, f"nvme_{error.field}")
+        raise BadRequest(name, error.problem) from None
 
 
-async def _build(budgets: _Budgets) -> _Parts:
+async def _build(options: Options) -> _Parts:
     """Open the tiers; if one refuses, those before it are closed."""
-    layout = budgets.layout
+    layout = options.layout
     clock = SystemClock()
     async with AsyncExitStack() as stack:
 
         async def opened(tier: Tier) -> None:
             stack.push_async_callback(tier.close)
 
-        device = DeviceTier(layout, capacity_bytes=budgets.device_bytes, device=budgets.device)
+        device = DeviceTier(layout, capacity_bytes=options.device_bytes, device=options.device)
         await opened(device)
         pinned = device.device.type == "cuda"
-        host = HostTier(page_bytes=layout.page_bytes, capacity_bytes=budgets.host_bytes, pinned=pinned)
+        host = HostTier(page_bytes=layout.page_bytes, capacity_bytes=options.host_bytes, pinned=pinned)
         await opened(host)
         tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
         # Last, because it alone leaves something behind: whatever else is refused, is refused before.
         nvme: NvmeTier | StripedTier | None = None
-        if budgets.nvme_dirs:
+        if options.nvme_dirs:
             # Manifest, checkpoint and journal are read by a thread: the loop stays free for what watches the start.
-            nvme = await wrap(_open_nvme)(budgets, clock)
+            nvme = await wrap(_open_nvme)(options, clock)
             await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(
             layout,
             tiers,
             clock=clock,
-            policy=budgets.policy,
-            metadata_bytes=budgets.metadata_bytes,
-            write_policy=budgets.write_policy,
-            exclusive=budgets.exclusive,
-            prefill=PrefillSpeeds() if budgets.prefill == "measure" else budgets.prefill,
-            progress=budgets.told("pages"),
+            policy=options.policy,
+            metadata_bytes=options.metadata_bytes,
+            write_policy=options.write_policy,
+            exclusive=options.exclusive,
+            prefill=PrefillSpeeds() if options.prefill == "measure" else options.prefill,
+            progress=options.told("pages"),
         )
         stack.pop_all()
         return _Parts(cache, device, host, nvme)

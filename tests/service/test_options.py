@@ -1,0 +1,75 @@
+"""Arguments of `HiCache.open` that cannot be right are refused by name, before anything is made."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hicache
+from hicache.errors import BadRequest
+from hicache.layout import KVDtype, KVLayout
+
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32, page_size=4)
+PAGE = LAYOUT.page_bytes
+
+WRONG: dict[str, list[Any]] = {
+    "device_bytes": ["1", None, 1.5, True, [], PAGE - 1, -1],
+    "host_bytes": ["1", None, 1.5, True, [], PAGE - 1, -1],
+    "nvme_bytes": ["1G", 1.5e6, True, [], b"1", -1, 0, float("nan"), PAGE - 1, PAGE, 10**30],
+    "nvme_min_free_bytes": ["1", 1.5, True, None, -1],
+    "nvme_write_bytes_per_day": ["1", 1.5, True, -1, 0, PAGE - 1, PAGE],
+    "nvme_codec": [None, "zip", "", 5, [], b"lz4"],
+    "nvme_dir": [5, True, b"/tmp", [], "", ["", "x"], ["x", "x"], ["x", 5], [None], "a\0b"],
+    "device": [5, None, []],
+    "progress": [5, "x"],
+    "layout": [None, "llama"],
+    "policy": ["fifo", None],
+    "write_policy": ["through", None],
+    "exclusive": [1, "yes"],
+    "prefill": [1.5, "auto"],
+}
+
+
+def open_with(directory: Path, **changed: Any) -> hicache.HiCache:
+    options: dict[str, Any] = {
+        "device_bytes": 16 * PAGE,
+        "host_bytes": 16 * PAGE,
+        "nvme_dir": directory / "store",
+        "nvme_bytes": 1 << 20,
+    }
+    options |= changed
+    return hicache.HiCache.open(options.pop("layout", LAYOUT), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in WRONG.items() for value in values],
+    ids=lambda each: repr(each)[:30],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_made(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadRequest) as refused:
+        open_with(tmp_path, **{name: value})
+    assert refused.value.field == name
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("nvme_min_free_bytes", 5), ("nvme_write_bytes_per_day", 1 << 30), ("nvme_codec", "lz4")]
+)
+def test_what_is_for_nvme_needs_a_directory(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="together with nvme_dir") as refused:
+        open_with(tmp_path, nvme_dir=None, nvme_bytes=None, **{name: value})
+    assert refused.value.field == name
+    for changed in ({"nvme_dir": None}, {"nvme_bytes": None}):
+        with pytest.raises(BadRequest, match="nvme_bytes"):
+            open_with(tmp_path, **changed)
+
+
+def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:
+    with open_with(tmp_path, nvme_bytes=np.int64(1 << 20), device_bytes=np.int32(16 * PAGE)) as cache:
+        assert cache.device_pages == 16
