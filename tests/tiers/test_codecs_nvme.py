@@ -348,7 +348,8 @@ def test_a_lossy_tier_takes_only_namespaces_that_name_its_codec(tmp_path: Path) 
             unknown = Namespace(model="sha256:01", layout=LAYOUT, codec="int8")
             forged = Namespace(model="sha256:02", layout=LAYOUT)
             tier.remember(exact.digest, exact.encode())
-            tier.remember(forged.digest, unknown.encode())
+            with pytest.raises(BadRequest, match="record"):
+                tier.remember(forged.digest, unknown.encode())
             for namespace in (exact, unknown, forged):
                 outcomes = await write(tier, slots, identities(3, namespace), PAGES[:3])
                 assert outcomes == [Outcome.ERROR] * 3

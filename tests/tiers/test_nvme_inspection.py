@@ -28,7 +28,7 @@ def make_store(directory: Path) -> None:
     async def main() -> None:
         identities = identity_chain(7)
         async with small_tier(SMALL, 10, directory=directory) as tier:
-            tier.remember(identities[0].namespace, b"record")
+            tier.remember(identities[0].namespace, b"namespace" + bytes(8))
             slots = tier.allocate(7)
             await store(tier, slots, identities)
             tier.free(slots[6:])
@@ -205,7 +205,7 @@ def test_one_of_several_directories_of_a_tier_has_lost_nothing(tmp_path: Path) -
     async def main() -> None:
         for directory, part in zip(directories, ([0, 1, 6], [2, 3, 4, 5]), strict=True):
             async with small_tier(SMALL, 10, directory=directory, is_whole=False) as tier:
-                tier.remember(identities[0].namespace, b"record")
+                tier.remember(identities[0].namespace, b"namespace" + bytes(8))
                 await store(tier, tier.allocate(len(part)), [identities[place] for place in part])
 
     run(main())

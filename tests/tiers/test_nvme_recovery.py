@@ -38,7 +38,8 @@ SHAPE = PageShape((8, 4), 4)
 NUM_SLOTS = 12
 GEOMETRY = Geometry(SHAPE, slots_per_segment=5, num_slots=NUM_SLOTS)
 PRESENT = np.array([5, 5, 2])
-RECORD = b"the record of a namespace"
+RECORD = b"namespace" + bytes(8)
+"""The record whose digest the namespace of `identity_chain` is."""
 
 State = frozenset[tuple[int, int, bytes, bytes]]
 """Slot, generation, prefix and tokens of every page that is offered."""

@@ -1,6 +1,7 @@
 """What comes back when a store is opened again: after a clean stop, after a crash, with another capacity."""
 
 import asyncio
+import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from tests.tiers.contract import expect_miss, expect_page, run, store
 from tests.tiers.faulty_files import Fault, FaultyFiles, HeldFiles
 from tests.tiers.nvme import SMALL, capacity_for, small_tier, write_all
 
-RECORD = b"the record of a namespace"
+RECORD = b"namespace" + bytes(8)
+"""The record whose digest the namespace of `identity_chain` is."""
 NEVER = 3600.0
 """A commit interval that leaves commits to those who ask."""
 
@@ -303,15 +305,19 @@ def test_records_of_namespaces_have_bounds(tmp_path: Path) -> None:
                 tier.remember(b"short", RECORD)
             with pytest.raises(BadRequest, match="record"):
                 tier.remember(bytes(32), bytes((1 << 17) + 1))
+            with pytest.raises(BadRequest, match="record"):
+                tier.remember(bytes(32), RECORD)
             # Two namespaces have a page each; the others' records make room for each other, never those two.
-            kept = [identity_chain(1, namespace=number)[0] for number in range(2)]
-            for number, identity in enumerate(kept):
-                tier.remember(identity.namespace, bytes([number]) * 100_000)
-                await store(tier, tier.allocate(1), [identity])
+            for number in range(2):
+                record = bytes([number]) * 100_000
+                digest = hashlib.sha256(record).digest()
+                tier.remember(digest, record)
+                await store(tier, tier.allocate(1), [PageIdentity(digest, digest, bytes(SMALL.token_bytes))])
             for number in range(2, 30):
-                tier.remember(number.to_bytes(32, "little"), bytes(50_000))
+                record = bytes([number]) * 50_000
+                tier.remember(hashlib.sha256(record).digest(), record)
             with pytest.raises(NoRoom, match="namespaces"):
-                tier.remember(b"x" * 32, bytes(100_000))
+                tier.remember(hashlib.sha256(bytes(90_000)).digest(), bytes(90_000))
             await synced(tier)
         async with small_tier(SMALL, 4, directory=tmp_path / "store") as tier:
             assert {each.namespace for each in tier.recovered()} == {b"\0" * 100_000, b"\1" * 100_000}

@@ -80,7 +80,7 @@ class Round:
 
     def land(self, error: Exception | None) -> None:
         if error is not None:
-            self.log_error = OSError(0, str(error))
+            self.log_error = OSError(0, str(error) or type(error).__name__)
         self.landed(self)
 
 
@@ -125,7 +125,7 @@ class Step:
 
     def land(self, error: Exception | None) -> None:
         if error is not None:
-            self.error = OSError(0, str(error))
+            self.error = OSError(0, str(error) or type(error).__name__)
         self.landed(self)
 
 

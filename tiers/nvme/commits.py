@@ -108,6 +108,10 @@ class Commits:
         self.promises = Promises(tier_id, recovered.sequence)
         self.problem: str | None = None
         """Why the log cannot be written at present; None when it can."""
+        self._num_failed_rounds = 0
+        """Rounds in a row of which the log did not take the records."""
+        self._is_retry_due = False
+        """Whether the next step is to wait for `RETRY_S`, as the last one failed."""
         self.num_lost = 0
         """Pages that failed flushes took."""
         self.num_rounds = 0
@@ -238,10 +242,12 @@ class Commits:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return
-        if self.problem is None and self._is_urgent():
+        if self._is_retry_due:
+            self._set_timer(loop, RETRY_S)
+        elif self._is_urgent():
             self._begin_step()
         else:
-            self._set_timer(loop, self._interval_s if self.problem is None else RETRY_S)
+            self._set_timer(loop, self._interval_s)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, delay_s: float) -> None:
         """Have `_on_timer` called in `delay_s` seconds at the latest."""
@@ -254,6 +260,7 @@ class Commits:
 
     def _on_timer(self) -> None:
         self._timer = None
+        self._is_retry_due = False
         if not self._is_busy and not self._is_ended and self._has_work():
             self._begin_step()
 
@@ -359,6 +366,7 @@ class Commits:
             self._dirty = {slot: n for slot, n in in_flight.items() if slot not in self._dirty} | self._dirty
             self._abandon(round_.log_error)
         else:
+            self._num_failed_rounds, self.problem = 0, None
             # What changed again meanwhile is for a later round. Pages that were lost are in the index no more.
             changed = np.fromiter(self._dirty, np.int64, len(self._dirty))
             pages = np.setdiff1d(round_.pages, changed)
@@ -385,10 +393,23 @@ class Commits:
         _log.error("%s: %s; pages that were not durable there are lost", self._directory.path, reason)
 
     def _abandon(self, error: OSError) -> None:
-        """The log could not be appended to or synced: it is written no more, and a fresh one takes its place."""
+        """The log could not be appended to or synced: it is written no more, and a fresh one takes its place. At once,
+        unless the one before it fared no better."""
         self._health.failed(Kind.WRITE, error)
         _log.error("%s: a log was abandoned: %s", self._directory.path, error.strerror)
         self._active = None
+        self._num_failed_rounds += 1
+        if self._num_failed_rounds > 1:
+            self._fail(f"the log cannot be written: {error.strerror}")
+
+    def _fail(self, reason: str) -> None:
+        """Nothing can be made durable for now."""
+        self.problem = reason
+        self.promises.fail(reason)
+        self._is_retry_due = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # ---- a fresh log
 
@@ -396,7 +417,7 @@ class Commits:
         if self._fresh is not None:
             return
         which = 1 - self._current if self._current is not None else 0
-        self._last_number += 1
+        self._last_number = (self._last_number + 1) % (1 << 64)
         left = checkpoint_bytes(self._geometry)
         self._fresh = _Fresh(self._directory.logs[which], chunks(self._geometry), left)
         self._fresh.log.position = 0
@@ -457,7 +478,8 @@ class Commits:
             self._fresh = None
             self._is_full = False
             self._is_changed = True
-            self.problem = None
+            if not self._num_failed_rounds:
+                self.problem = None
             self.num_checkpoints += 1
         self.schedule()
 
@@ -468,8 +490,7 @@ class Commits:
         reason = f"the log cannot be written: {error.strerror}"
         _log.error("%s: %s", self._directory.path, reason)
         if self._active is None or self._is_full:
-            self.problem = reason
-            self.promises.fail(reason)
+            self._fail(reason)
 
     # ---- the end, and the beginning
 

@@ -1,5 +1,6 @@
 """The namespaces whose pages a store holds: their records, and the numbers that stand for them in a log."""
 
+import hashlib
 from collections.abc import Collection, Iterable
 
 from hicache.errors import BadRequest, NoRoom
@@ -46,7 +47,8 @@ class Namespaces:
         """Keep a namespace's record. False, and nothing done, when there is no room without dropping records of
         namespaces that have no pages: ask again with `in_use`, the numbers that pages have.
 
-        Raises `BadRequest` for a record that is too long, and `NoRoom` when there is no room even so.
+        Raises `BadRequest` for a record that is too long or has another digest, which no later opening would believe,
+        and `NoRoom` when there is no room even so.
         """
         if len(digest) != DIGEST_BYTES:
             raise BadRequest("digest", f"{len(digest)} bytes are not {DIGEST_BYTES}")
@@ -55,6 +57,8 @@ class Namespaces:
         if digest in self._records:
             self._records[digest] = self._records.pop(digest)
             return True
+        if hashlib.sha256(record).digest() != digest:
+            raise BadRequest("record", "its SHA-256 is not the digest")
         kept = namespace_record(self.number_of(digest), digest, record)
         missing = self._num_bytes + kept.num_bytes - self._room_bytes
         if missing > 0:

@@ -19,6 +19,7 @@ from hicache.tiers.nvme.records import (
     HEAD_BYTES,
     LOG_HEADER_BYTES,
     MAX_BODY_BYTES,
+    MAX_SEQUENCE,
     Frame,
     LogHeader,
     RecordType,
@@ -56,7 +57,7 @@ class LogContents:
     damage: str = ""
     """What is wrong beyond a torn end; empty for nothing."""
     num_bad_records: int = 0
-    """Whole frames with a body that no program of this version writes."""
+    """Whole frames with a body or a sequence that no program of this version writes."""
     budget: int | None = None
     """Level of the write budget, where one was kept."""
     namespaces: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
@@ -92,10 +93,13 @@ def read_log(
         frame = decode_frame(reader.data, reader.at, header.epoch, contents.num_frames)
         if frame is None or frame.sequence < contents.sequence:
             break
-        if not batch.take(frame, contents):
+        if frame.sequence >= MAX_SEQUENCE:
             contents.num_bad_records += 1
+        else:
+            contents.sequence = frame.sequence
+            if not batch.take(frame, contents):
+                contents.num_bad_records += 1
         reader.at = frame.end
-        contents.sequence = frame.sequence
         contents.num_frames += 1
     num_pages += batch.flush(contents)
     progress(num_pages)

@@ -10,6 +10,7 @@ change: reading a log once or twice, or from a state that it has already, gives 
 Everything read is untrusted: lengths are checked before they are used.
 """
 
+import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ EPOCH_BYTES: Final = 16
 LOG_HEADER_BYTES: Final = BLOCK
 MAX_BODY_BYTES: Final = 1 << 20
 """Longest body of a frame."""
+MAX_SEQUENCE: Final = 1 << 62
+"""No store lives to see this number of a change, and every number below leaves room for more."""
 MAX_STEP_SLOTS: Final = 4096
 """Most slots that one step of a checkpoint looks at."""
 
@@ -162,13 +165,14 @@ def decode_frame(data: memoryview, at: int, epoch: bytes, ordinal: int) -> Frame
 
 
 def decode_namespace(body: memoryview) -> tuple[int, bytes, bytes] | None:
-    """Number, digest and record; None for a body of other lengths."""
+    """Number, digest and record; None for a body of other lengths, or with a record that has another digest."""
     if len(body) < _NAMESPACE.size:
         return None
     number, length, digest = _NAMESPACE.unpack_from(body)
     if length > MAX_RECORD_BYTES or len(body) != _NAMESPACE.size + length:
         return None
-    return number, digest, bytes(body[_NAMESPACE.size :])
+    record = bytes(body[_NAMESPACE.size :])
+    return (number, digest, record) if hashlib.sha256(record).digest() == digest else None
 
 
 def decode_budget(body: memoryview) -> int | None:

@@ -26,12 +26,14 @@ from hicache.tiers.nvme.geometry import Geometry
 from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.io import FileIO
 from hicache.tiers.nvme.reading import LogContents, read_log
-from hicache.tiers.nvme.records import FREED_DTYPE, Rows, row_dtype
+from hicache.tiers.nvme.records import FREED_DTYPE, MAX_SEQUENCE, Rows, row_dtype
 
 Progress = Callable[[int, int], None]
 """Told how much is done, of how much in all; the second stays the same."""
 
 MAX_GENERATION: Final = 1 << 62
+"""Recovery takes lower ones only, and no page is written to a slot that has reached it. The next opening begins again
+with 0 there."""
 _log = logging.getLogger(__name__)
 
 
@@ -151,11 +153,12 @@ def recover(
         damage.append(f"log {which}: {contents.num_bad_records} records that no program of this version writes")
     dropped: Counter[str] = Counter()
     generations, rows, recorded = settle(contents, geometry, num_present, dropped)
-    digests = _digests(contents, rows)
+    namespaces = _renumber(contents.namespaces, rows)
+    digests = _digests(namespaces, rows)
     runs: list[RecoveredRun] = []
     if is_whole:
         kept, runs = connect(
-            rows, digests, contents.namespaces, dropped,
+            rows, digests, namespaces, dropped,
             lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
         )  # fmt: skip
         rows, digests = rows[kept], digests[kept]
@@ -171,8 +174,9 @@ def recover(
         digests=digests,
         runs=runs,
         dropped_slots=gone,
-        namespaces=contents.namespaces,
-        sequence=contents.sequence,
+        namespaces=namespaces,
+        # Numbers mean something within one log only, and a fresh one comes next: none is carried on near the last.
+        sequence=contents.sequence if contents.sequence < MAX_SEQUENCE // 2 else 0,
         log=which,
         log_number=contents.header.number,
         log_bytes=contents.num_bytes,
@@ -208,8 +212,16 @@ def _choose(
         # The first log of all may have been cut off by a crash; a later one leaves an earlier one behind, and whole
         # frames behind a bad one are no crash's doing.
         return None, None, False, ["no log is whole: the store starts cold"] if unfinished else []
-    which, contents = max(found, key=lambda each: each[1].header.number)
+    which, contents = found[0]
+    if len(found) > 1 and is_newer(found[1][1].header.number, contents.header.number):
+        which, contents = found[1]
     return which, contents, len(found) > 1, []
+
+
+def is_newer(number: int, other: int) -> bool:
+    """Whether a log has a higher number than another one. Numbers begin again after 2^64 - 1: whatever the file says,
+    there is a next one."""
+    return 0 < (number - other) % (1 << 64) < 1 << 63
 
 
 def settle(
@@ -264,13 +276,22 @@ def settle(
     return generations, rows, recorded
 
 
-def _digests(contents: LogContents, rows: Rows) -> npt.NDArray[np.uint8]:
-    """The namespace digest of each row, `[num_pages, 32]`."""
-    numbers = np.array(sorted(contents.namespaces), np.uint32)
-    if not numbers.size:
-        return np.zeros((0, DIGEST_BYTES), np.uint8)
-    table = np.frombuffer(b"".join(contents.namespaces[int(number)][0] for number in numbers), np.uint8)
-    return table.reshape(-1, DIGEST_BYTES)[np.searchsorted(numbers, rows["namespace"])]
+def _renumber(namespaces: Mapping[int, tuple[bytes, bytes]], rows: Rows) -> dict[int, tuple[bytes, bytes]]:
+    """Count the namespaces from 0, each digest once, in `rows` too: whatever numbers a log has, there are more."""
+    numbers = sorted(namespaces)
+    places: dict[bytes, int] = {}
+    for number in numbers:
+        places.setdefault(namespaces[number][0], len(places))
+    if rows.size:
+        place_of = np.array([places[namespaces[number][0]] for number in numbers], np.uint32)
+        rows["namespace"] = place_of[np.searchsorted(np.array(numbers, np.uint32), rows["namespace"])]
+    return {places[names[0]]: names for names in namespaces.values()}
+
+
+def _digests(namespaces: Mapping[int, tuple[bytes, bytes]], rows: Rows) -> npt.NDArray[np.uint8]:
+    """The namespace digest of each row, `[num_pages, 32]`, of namespaces that are counted from 0."""
+    table = np.frombuffer(b"".join(namespaces[number][0] for number in range(len(namespaces))), np.uint8)
+    return np.take(table.reshape(-1, DIGEST_BYTES), rows["namespace"], axis=0)
 
 
 @paused()

@@ -19,6 +19,7 @@ from hicache.tiers.nvme.index import Index
 from hicache.tiers.nvme.io import Scratch
 from hicache.tiers.nvme.lanes import Lanes
 from hicache.tiers.nvme.namespaces import Namespaces
+from hicache.tiers.nvme.recovery import MAX_GENERATION
 from hicache.tiers.nvme.segment import LayerGet, PageGet, PagePut, SegmentFile, Written
 from hicache.tiers.slots import SlotPool
 
@@ -95,11 +96,12 @@ class Keeper:
 
     def written(self, page: PageWrite, written: Written, *, is_lost: bool) -> Finding:
         """A write landed: serve the page if it went well and the slot is still the same. `is_lost`: a flush of its
-        segment failed meanwhile, and may have been one of these bytes."""
+        segment failed meanwhile, and may have been one of these bytes. A generation that recovery would not take, as
+        only a forged log leads to, is no place for a page."""
         self._writing.discard(page.slot)
         if not self.is_current(page.slot, page.generation):
             return Finding.FREED
-        if written.finding is Finding.OK and is_lost:
+        if written.finding is Finding.OK and (is_lost or page.generation >= MAX_GENERATION):
             return Finding.DEVICE_ERROR
         if written.finding is Finding.OK:
             number = self._namespaces.number_of(page.identity.namespace)
