@@ -156,6 +156,25 @@ def test_a_disk_that_others_fill_stops_neither_pages_nor_journal(tmp_path: Path)
         run(main(disk))
 
 
+def test_a_store_shrinks_on_a_disk_that_others_filled(tmp_path: Path) -> None:
+    async def main(disk: Path) -> None:
+        oracle = Oracle(random.Random(0))
+        async with open_store(disk / "store") as tier:
+            pages = await stored_durably(oracle, tier, 4)
+        _fill(disk)
+        async with open_store(disk / "store", num_pages=30) as tier:
+            assert tier.recovery.num_pages == len([page for page in pages if page.lives[-1].slot < 30]) > 0
+            oracle.restart(tier.recovered(), tier.generation, durable=0, lying=True)
+            more = await write_path(oracle, tier, 3)
+            await tier.sync(tier.accepted, deadline=time.monotonic() + 30)
+        async with open_store(disk / "store", num_pages=30) as tier:
+            assert set(more) <= set(oracle.restart(tier.recovered(), tier.generation, durable=0, lying=True))
+            assert set(await read_pages(tier, more)) == {Outcome.OK}
+
+    with mounted("tmpfs", tmp_path / "disk", options="size=8m") as disk:
+        run(main(disk))
+
+
 def test_a_full_disk_without_reserved_blocks_fails_writes_alone_and_comes_back(tmp_path: Path) -> None:
     async def main(disk: Path) -> None:
         oracle = Oracle(random.Random(0))

@@ -452,16 +452,17 @@ def test_segments_of_a_store_that_cannot_be_continued_are_not_removed_silently(
 
 def test_a_store_shrinks_on_a_disk_that_is_full(tmp_path: Path) -> None:
     class Full(FaultyFiles):
-        """No block is free but those that files give up; the manifest needs one."""
+        """No block is free but those that files give up; the manifest needs one, or more."""
 
         num_given = 0
+        num_needed = 4096
 
         def ftruncate(self, fd: int, num_bytes: int) -> None:
             self.num_given += os.fstat(fd).st_blocks * 512 - num_bytes
             super().ftruncate(fd, num_bytes)
 
         def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if os.readlink(f"/proc/self/fd/{fd}").endswith(".new") and self.num_given < 4096:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(".new") and self.num_given < self.num_needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().pwritev(fd, buffers, offset)
 
@@ -474,6 +475,18 @@ def test_a_store_shrinks_on_a_disk_that_is_full(tmp_path: Path) -> None:
 
     identities = identity_chain(8)
     run(fill())
+    # What was given up in vain is made whole by the next start.
+    files = Full()
+    files.num_needed = 1 << 40
+    with pytest.raises(TierUnavailable, match="No space"):
+        open_tier(directory, capacity_bytes=SEGMENT, files=files)
+    assert files.num_given
+
+    async def all_are_there() -> None:
+        async with open_tier(directory) as tier:
+            assert tier.recovery.num_pages == 8
+
+    run(all_are_there())
 
     async def check() -> None:
         async with open_tier(directory, capacity_bytes=SEGMENT, files=Full()) as tier:
