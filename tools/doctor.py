@@ -218,7 +218,7 @@ def _recovery(report: DirectoryReport) -> Iterator[Check]:
         mend = "open all of them together; opened alone, this one drops these pages"
         yield Check(Verdict.WARN, "continuations", says, mend)
     for sentence in recovery.damage:
-        yield Check(Verdict.FAIL, "recovery", printable(sentence), "put the logs of a copy back, or start with less")
+        yield Check(Verdict.FAIL, "recovery", printable(sentence), "put the files of a copy back, or start with less")
     if report.write_budget_bytes is not None:
         yield Check(Verdict.OK, "write budget", f"{format_bytes(report.write_budget_bytes)} left")
 
