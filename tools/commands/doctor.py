@@ -17,7 +17,8 @@ JSON_FORMAT: Final = "hicache-doctor"
 _DESCRIPTION: Final = """\
 Looks at the directory of an NVMe tier and says what lies there: format version, lock,
 sizes, segments, logs, what is damaged, and what a start would bring back. Works on
-directories that are damaged, foreign, of another version or in use. Creates and alters
+directories that are damaged, foreign, of another version or in use. Of a tier with
+several directories it looks at one, and says what needs the others. Creates and alters
 nothing, unless --repair is given.
 """
 _EPILOG: Final = """\
