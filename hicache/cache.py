@@ -71,6 +71,10 @@ FLUSH_STEP_NODES: Final = 256
 """Nodes that a flush looks at before others run."""
 FAILING_S: Final = 10.0
 """How long a tier that failed a step is taken for one that may fail the next."""
+NVME_WORKERS: Final = 8
+"""Batches that are on their way to or from NVMe at one time: four leave a fast device idle between two."""
+MEMORY_WORKERS: Final = 4
+"""Batches that are copied between memories at one time."""
 _SLOWER: Final = {DEVICE: HOST, HOST: NVME}
 OWN_TIERS: Final = (DEVICE, HOST, NVME)
 """Tiers a cache may have, fast to slow. The host tier is always there: every lane has it at one end."""
@@ -214,7 +218,12 @@ class Cache:
         self._host_view: Final = host.view
         self._device: Final = device
         self._lanes: Final = {
-            (source, target): Lane(self.tiers[source], self.tiers[target], clock=clock)
+            (source, target): Lane(
+                self.tiers[source],
+                self.tiers[target],
+                clock=clock,
+                num_workers=NVME_WORKERS if NVME in (source, target) else MEMORY_WORKERS,
+            )
             for source, target in ((DEVICE, HOST), (HOST, DEVICE), (HOST, NVME), (NVME, HOST))
             if source in self.tiers and target in self.tiers
         }

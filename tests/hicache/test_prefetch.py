@@ -120,22 +120,22 @@ def test_what_a_running_request_leases_or_nvme_does_not_have_stays() -> None:
 
 def test_cancel_gives_everything_back_once() -> None:
     async def main(world: World) -> None:
-        async with opened(world, device_pages=130, host_pages=140, nvme_pages=160) as setup:
-            tokens = prompt(1, 513)
+        async with opened(world, device_pages=260, host_pages=270, nvme_pages=300) as setup:
+            tokens = prompt(1, 1025)
             await on_nvme(setup, tokens)
             assert setup.nvme is not None
-            prefetch = setup.cache.prefetch(MODEL, tokens, deadline=world.monotonic() + 10, max_pages=128)
-            assert setup.host.num_free == 12
+            prefetch = setup.cache.prefetch(MODEL, tokens, deadline=world.monotonic() + 10, max_pages=256)
+            assert setup.host.num_free == 14
             async with setup.nvme.hold(after_pages=16):
                 await asyncio.sleep(0.1)
                 prefetch.cancel()
                 prefetch.cancel()
             num_arrived = await prefetch.wait()
-            assert 0 < num_arrived < 128
+            assert 0 < num_arrived < 256
             prefetch.cancel()
             await setup.quiet()
-            assert setup.host.num_free == 140 - num_arrived
-            assert sum(where(setup, tokens).values()) == 512
+            assert setup.host.num_free == 270 - num_arrived
+            assert sum(where(setup, tokens).values()) == 1024
             assert setup.cache.counters.failed_moves == {}
             setup.check_quiet()
 
@@ -144,16 +144,16 @@ def test_cancel_gives_everything_back_once() -> None:
 
 def test_what_has_not_begun_by_its_deadline_is_left() -> None:
     async def main(world: World) -> None:
-        async with opened(world, device_pages=130, host_pages=140, nvme_pages=160) as setup:
-            tokens = prompt(1, 513)
+        async with opened(world, device_pages=260, host_pages=270, nvme_pages=300) as setup:
+            tokens = prompt(1, 1025)
             await on_nvme(setup, tokens)
             assert setup.nvme is not None
-            assert setup.cache.prefetch(MODEL, tokens, deadline=world.monotonic() - 1, max_pages=128).num_begun == 0
-            # Four batches of 16 begin at once, and take far longer than there is time for.
+            assert setup.cache.prefetch(MODEL, tokens, deadline=world.monotonic() - 1, max_pages=256).num_begun == 0
+            # Eight batches of 16 begin at once, and take far longer than there is time for.
             setup.nvme.latency_s = 3.0
-            prefetch = setup.cache.prefetch(MODEL, tokens, deadline=world.monotonic() + 1, max_pages=128)
-            assert (prefetch.num_begun, await prefetch.wait()) == (128, 64)
-            assert setup.host.num_free == 140 - 64
+            prefetch = setup.cache.prefetch(MODEL, tokens, deadline=world.monotonic() + 1, max_pages=256)
+            assert (prefetch.num_begun, await prefetch.wait()) == (256, 128)
+            assert setup.host.num_free == 270 - 128
             setup.check_quiet()
 
     run_simulated(main, 0)

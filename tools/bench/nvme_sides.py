@@ -28,7 +28,7 @@ from hicache.tools.exits import CommandFailed
 
 BATCH_PAGES: Final = 16
 """Pages that a mover hands to the tier at once."""
-MAX_BATCHES: Final = 4
+MAX_BATCHES: Final = 8
 """Batches that a mover has under way."""
 MAX_IN_FLIGHT_BYTES: Final = 64 << 20
 """Bytes that a mover has under way."""
