@@ -91,6 +91,19 @@ def test_sessions_overlap_by_the_gap_and_keep_their_own_ids() -> None:
     assert agents["magagent-000"] & agents["magagent-001"]
 
 
+def test_only_the_first_sessions_are_read_when_asked(tmp_path: Path) -> None:
+    path = EXCERPTS / "agent_tools.jsonl"
+    whole = [request for request in Trace(path, session_gap_s=0.0) if request.session != "magagent-002"]
+    part = list(Trace(path, session_gap_s=0.0, max_sessions=2))
+    assert [(each.time_s, each.session, each.blocks.tolist()) for each in part] == [
+        (each.time_s, each.session, each.blocks.tolist()) for each in whole
+    ]
+    # What lies behind them is not looked at.
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(lines(SESSION) + b"no JSON\n" + lines(SESSION))
+    assert len(list(Trace(path, max_sessions=1))) == 1
+
+
 def test_longer_blocks_share_exactly_where_all_their_parts_do() -> None:
     rng = random.Random(5)
     own = list(Trace(EXCERPTS / "mooncake.jsonl"))

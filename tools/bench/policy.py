@@ -18,7 +18,7 @@ DIR under these names (`.jsonl.gz`), and how they are laid out:
     ragpulse               as well; components laid out in blocks of 16 tokens, requests in order of time
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,8 @@ from hicache.tools.bench.results import Baseline, Note, Report, Row
 from hicache.tools.exits import UsageProblem
 from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
-from hicache.tools.replay.traces import Trace, read_trace
+from hicache.tools.replay.readers import SESSION_GAP_S, Request, Trace
+from hicache.tools.terminal import printable
 
 MILLION: Final = 1_000_000
 SHARES: Final = (1, 5, 10)
@@ -64,32 +65,32 @@ class _Source:
     """One trace file and how it is read."""
 
     file: str
-    regroup: int = 1
-    stagger_s: float = 120.0
-    sessions_max: int | None = None
+    block_tokens: int | None = None
+    session_gap_s: float = SESSION_GAP_S
+    max_sessions: int | None = None
 
 
 CONVERSATION: Final = _Source("mooncake_conversation.jsonl.gz")
 OTHERS: Final = {
     "synthetic": _Source("mooncake_synthetic.jsonl.gz"),
-    "agent_tools": _Source("agent_tools.jsonl.gz", stagger_s=20.0),
-    "coding": _Source("agentic_coding.jsonl.gz", regroup=8, sessions_max=80),
-    "rag": _Source("ragpulse.jsonl.gz"),
+    "agent_tools": _Source("agent_tools.jsonl.gz", session_gap_s=20.0),
+    "coding": _Source("agentic_coding.jsonl.gz", block_tokens=512, max_sessions=80),
+    "rag": _Source("ragpulse.jsonl.gz", block_tokens=16),
 }
 NOT_JUDGED: Final = {("agent_tools", 1)}
 
 
 def check(plan: Plan) -> None:
-    """Raise `UsageProblem` naming the first trace that is missing."""
+    """Raise `UsageProblem` naming the first trace that is missing or of no known format."""
     for source in (CONVERSATION, *OTHERS.values()):
-        if not (plan.traces / source.file).is_file():
-            raise UsageProblem(f"--traces: there is no file {plan.traces / source.file}")
+        _open(plan, source)
 
 
 def run(report: Report, note: Note, plan: Plan) -> None:
     """Measure every row, one after the other. Some minutes for whole traces."""
     judged: list[tuple[str, dict[str, float]]] = []
-    paths, block_tokens = _paths(_read(plan, CONVERSATION))
+    requests, block_tokens = _read(plan, CONVERSATION)
+    paths = _paths(requests)
     for millions, goal in GAP_GOALS.items():
         capacity = max(1, millions * MILLION // plan.divisor // block_tokens)
         rates = hit_rates(paths, capacity)
@@ -101,10 +102,10 @@ def run(report: Report, note: Note, plan: Plan) -> None:
         baseline = Baseline("LRFU", theirs)
         report(Row(f"conversation_gap_{millions}m", share, "of gap", baseline, 1.0, goal, higher_is_better=True))
     for name, source in OTHERS.items():
-        trace = _read(plan, source)
-        paths, block_tokens = _paths(trace)
+        requests, block_tokens = _read(plan, source)
+        paths, distinct = _paths(requests), distinct_tokens(requests, block_tokens)
         for percent in SHARES:
-            capacity = max(1, distinct_tokens(trace) * percent // 100 // block_tokens)
+            capacity = max(1, distinct * percent // 100 // block_tokens)
             rates = hit_rates(paths, capacity)
             bound = min_hits(paths, capacity) / _blocks(paths)
             note(_comparison(f"{name}, {percent} %, {capacity} blocks", rates, bound))
@@ -122,7 +123,7 @@ def run(report: Report, note: Note, plan: Plan) -> None:
         report(row)
 
 
-def hit_rates(paths: list[tuple[int, ...]], capacity: int) -> dict[str, float]:
+def hit_rates(paths: list[list[int]], capacity: int) -> dict[str, float]:
     """Block hit rate of every policy with that many blocks."""
     return {
         name: sum(map(BlockCache(make(capacity), capacity).request, paths, range(len(paths)))) / _blocks(paths)
@@ -130,34 +131,40 @@ def hit_rates(paths: list[tuple[int, ...]], capacity: int) -> dict[str, float]:
     }
 
 
-def distinct_tokens(trace: Trace) -> int:
+def distinct_tokens(requests: Sequence[Request], block_tokens: int) -> int:
     """Tokens of the distinct blocks of a trace."""
     sizes: dict[int, int] = {}
-    for request in trace.requests:
-        last = len(request.blocks) - 1
-        for place, block in enumerate(request.blocks):
-            size = trace.block_tokens if place < last else request.num_tokens - last * trace.block_tokens
-            sizes.setdefault(block, size)
+    for request in requests:
+        for place, block in enumerate(request.blocks.tolist()):
+            sizes.setdefault(block, min(block_tokens, request.input_tokens - place * block_tokens))
     return sum(sizes.values())
 
 
-def _read(plan: Plan, source: _Source) -> Trace:
-    trace = read_trace(
-        plan.traces / source.file,
-        sort=True,
-        regroup=source.regroup,
-        stagger_s=source.stagger_s,
-        sessions_max=source.sessions_max,
-    )
-    requests = trace.requests[: max(1, len(trace.requests) // plan.divisor)]
-    return Trace(trace.name, trace.form, trace.block_tokens, requests, trace.num_skipped)
+def _open(plan: Plan, source: _Source) -> Trace:
+    path = plan.traces / source.file
+    try:
+        return Trace(
+            path, block_tokens=source.block_tokens, session_gap_s=source.session_gap_s,
+            max_sessions=source.max_sessions, sort=True,
+        )  # fmt: skip
+    except OSError as problem:
+        raise UsageProblem(f"--traces: {printable(str(path))}: {problem.strerror or problem}") from None
 
 
-def _paths(trace: Trace) -> tuple[list[tuple[int, ...]], int]:
-    return [request.blocks for request in trace.requests if request.blocks], trace.block_tokens
+def _read(plan: Plan, source: _Source) -> tuple[list[Request], int]:
+    """The prompts of a trace that have blocks, and the tokens of a block."""
+    trace = _open(plan, source)
+    requests = [request for request in trace if len(request.blocks)]
+    if not requests:
+        raise UsageProblem(f"--traces: {printable(str(trace.path))}: no prompt in it has a block")
+    return requests[: max(1, len(requests) // plan.divisor)], trace.block_tokens
 
 
-def _blocks(paths: list[tuple[int, ...]]) -> int:
+def _paths(requests: Sequence[Request]) -> list[list[int]]:
+    return [request.blocks.tolist() for request in requests]
+
+
+def _blocks(paths: list[list[int]]) -> int:
     return sum(map(len, paths))
 
 

@@ -99,6 +99,7 @@ class Trace:
         block_tokens: tokens of a block as it comes out: a multiple of the file's own where it has one. None for the
             file's own, or `DEFAULT_BLOCK`.
         session_gap_s: seconds between the beginnings of two sessions (sessions).
+        max_sessions: only the first so many sessions are read, at least one (sessions); None for all.
         chunks: the file of chunk lengths (ragpulse); None for the one beside the trace, `NAME_chunks.jsonl[.gz]`.
         sort: take requests whose times are out of order, and put them in order; this reads all of the file first.
             Without it they are bad.
@@ -114,6 +115,7 @@ class Trace:
         *,
         block_tokens: int | None = None,
         session_gap_s: float = SESSION_GAP_S,
+        max_sessions: int | None = None,
         chunks: Path | None = None,
         sort: bool = False,
         skip_bad: bool = False,
@@ -124,6 +126,7 @@ class Trace:
         self._sort = sort
         self._skip_bad = skip_bad
         self._session_gap_s = session_gap_s
+        self._max_sessions = max_sessions
         number, first = self._first()
         self.format: Final = _find_format(first)
         """"mooncake", "sessions", "ragpulse" or "azure"."""
@@ -240,6 +243,8 @@ class Trace:
                 next_id = end_id
             for request in requests:
                 heapq.heappush(waiting, (request.time_s, next(serials), number, request))
+            if num_sessions == self._max_sessions:
+                break
         while waiting:
             yield heapq.heappop(waiting)[2:]
 
