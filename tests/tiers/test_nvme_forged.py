@@ -1,5 +1,8 @@
-"""Logs that say, with right checksums, what no program writes: they may cost pages, never what is accepted later."""
+"""Logs and manifests that say, with right checksums, what no program writes: they may cost pages, and never what is
+accepted later, nor an error without words."""
 
+import itertools
+import json
 import os
 import struct
 from collections.abc import Callable
@@ -9,9 +12,12 @@ from typing import Any
 import pytest
 
 from hicache.errors import TierUnavailable
+from hicache.tiers.nvme import inspect_directory
+from hicache.tiers.nvme.filling import MANIFEST
 from hicache.tiers.nvme.header import checksum
 from hicache.tiers.nvme.io import FileIO
 from hicache.tiers.nvme.log import LOG_NAMES
+from hicache.tiers.nvme.manifest import decode_manifest
 from hicache.tiers.nvme.records import LOG_HEADER_BYTES, RecordType
 from tests.cases.client import Client, P, check_at_rest, opened, seam, sequence
 
@@ -154,3 +160,63 @@ def test_rounds_that_fail_for_whatever_reason_are_tried_again_at_leisure(tmp_pat
     with opened(tmp_path) as cache:
         for letter in "ab":
             assert Client(cache).read(sequence(ord(letter), LENGTH)) == LENGTH
+
+
+# ---- manifests
+
+
+def manifest_of(version: str, fields: str) -> bytes:
+    """A manifest with right checksum that says this."""
+    text = f"hicache-nvme {version}\n{fields}\n".encode()
+    return text + f"crc32c {checksum(text):08x}\n".encode()
+
+
+def small_store(directory: Path) -> dict[str, Any]:
+    """A new store; the fields of its manifest."""
+    with opened(directory, nvme=16):
+        pass
+    fields: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes().split(b"\n")[1])
+    return fields
+
+
+@pytest.mark.parametrize("version", ["9", "1" * 18, "1" * 19, "1" * 4301, "9" * 60_000])
+def test_a_format_version_of_any_length_is_refused_in_words(version: str, tmp_path: Path) -> None:
+    fields = json.dumps(small_store(tmp_path), separators=(",", ":"))
+    (tmp_path / MANIFEST).write_bytes(manifest_of(version, fields))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(TierUnavailable, match="format version"):
+        opened(tmp_path, nvme=16)
+    assert any("format version" in problem for problem in inspect_directory(tmp_path).problems)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("version", ["", "+2", "-2", "02", "2.0", "²", "2 2", "two"])
+def test_what_is_no_format_version_is_a_damaged_manifest(version: str, tmp_path: Path) -> None:
+    fields = json.dumps(small_store(tmp_path), separators=(",", ":"))
+    (tmp_path / MANIFEST).write_bytes(manifest_of(version, fields))
+    assert not inspect_directory(tmp_path).is_healthy
+    with opened(tmp_path, nvme=16) as cache:
+        assert cache.recovery.pages == 0
+    assert inspect_directory(tmp_path).is_healthy
+
+
+NONSENSE = [
+    "null", "true", "0", "-1", "0.5", "1e400", "NaN", '"x"', '"lz4"', "[]", "{}", "[null]", "[0]", "[[1]]", "[1e400]",
+    "9" * 4299, "9" * 5000, f"[{'9' * 4299}]", str(2**63), '"\\ud800"', "[" * 5000 + "]" * 5000,
+]  # fmt: skip
+
+
+def test_fields_that_make_no_sense_are_a_damaged_manifest(tmp_path: Path) -> None:
+    fields = {name: json.dumps(value, separators=(",", ":")) for name, value in small_store(tmp_path).items()}
+    right = (tmp_path / MANIFEST).read_bytes()
+    assert decode_manifest(right) is not None
+
+    def forged(changed: dict[str, str]) -> bytes:
+        return manifest_of("2", "{" + ",".join(f'"{name}":{value}' for name, value in (fields | changed).items()) + "}")
+
+    assert forged({}) == right
+    for name, first in itertools.product(fields, NONSENSE):
+        for other, second in itertools.product(("codec", "stored_bytes"), NONSENSE):
+            assert decode_manifest(forged({name: first, other: second})) is None
+    for text in NONSENSE:
+        assert decode_manifest(manifest_of("2", text)) is None

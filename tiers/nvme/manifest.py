@@ -5,6 +5,7 @@ form in all versions, so that every program can tell a version that it does not 
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,8 @@ from hicache.tiers.nvme.header import FORMAT_VERSION, STORE_ID_BYTES, checksum
 MANIFEST_NAME: Final = "hicache-nvme"
 """First word of a manifest."""
 MAX_MANIFEST_BYTES: Final = 64 << 10
+MAX_VERSION: Final = 10**18
+"""Format versions from here on are not told apart."""
 MAX_SEGMENT_NUMBER: Final = 999_999
 """Segments' numbers have six digits."""
 
@@ -58,7 +61,10 @@ def manifest_version(data: bytes) -> int | None:
     first = text.partition(b"\n")[0].split(b" ")
     if last != f"crc32c {checksum(text):08x}".encode() or first[0] != MANIFEST_NAME.encode():
         return None
-    return int(first[1]) if len(first) == 2 and first[1].isdigit() else None
+    if len(first) != 2 or not re.fullmatch(rb"0|[1-9][0-9]*", first[1]):
+        return None
+    # Python takes no number of thousands of digits; a version that nobody knows is one all the same.
+    return int(first[1]) if len(first[1]) < len(str(MAX_VERSION)) else MAX_VERSION
 
 
 def decode_manifest(data: bytes) -> Manifest | None:
@@ -72,7 +78,7 @@ def decode_manifest(data: bytes) -> Manifest | None:
         shape = PageShape(tuple(body["layer_bytes"]), body["page_size"], coding)
         geometry = Geometry(shape, body["slots_per_segment"], body["num_slots"])
         manifest = Manifest(bytes.fromhex(body["store"]), geometry, tuple(body["segments"]))
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError, BadRequest):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, BadRequest):
         return None
     return manifest if _is_sound(manifest) and encode_manifest(manifest) == data else None
 
