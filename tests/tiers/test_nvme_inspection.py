@@ -229,19 +229,20 @@ def test_a_damaged_log(tmp_path: Path, what: str) -> None:
     pages, num_problems = 0, 1
     if what == "gone":
         path.unlink()
+        num_problems = 2
     elif what == "zeroed":
         path.write_bytes(bytes(len(data)))
-        num_problems = 0
     elif what == "flipped":
         # In the first frame: what follows it cannot be used.
         data[4096 + 60] ^= 1
         path.write_bytes(data)
     elif what == "cut":
         path.write_bytes(data[: used - 10])
-        pages, num_problems = 6, 0
+        pages = 6
     elif what == "foreign":
         path.unlink()
         path.mkdir()
+        num_problems = 2
     else:
         data[used:] = os.urandom(len(data) - used)
         path.write_bytes(data)

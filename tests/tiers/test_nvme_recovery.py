@@ -138,7 +138,7 @@ def test_the_history_has_what_the_tests_need() -> None:
 def test_every_round_comes_back_as_it_was() -> None:
     log, ends, states = history()
     for end, state in zip(ends, states, strict=True):
-        recovered = recovered_from(log[:end])
+        recovered = recovered_from(log[:end] + bytes(len(log) - end))
         assert state_of(recovered) == state
         assert recovered.damage == []
         assert [run.namespace for run in recovered.runs] == [RECORD] * len(recovered.runs)

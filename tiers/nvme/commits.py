@@ -258,6 +258,11 @@ class Commits:
         self._timer_loop = loop
         self._timer = loop.call_later(delay_s, self._on_timer)
 
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _on_timer(self) -> None:
         self._timer = None
         self._is_retry_due = False
@@ -276,6 +281,7 @@ class Commits:
         )
 
     def _begin_step(self) -> None:
+        self._stop_timer()
         self._is_busy = True
         self._lanes.submit(self._next_step())
 
@@ -407,9 +413,7 @@ class Commits:
         self.problem = reason
         self.promises.fail(reason)
         self._is_retry_due = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
 
     # ---- a fresh log
 
@@ -497,8 +501,9 @@ class Commits:
     def write_log_now(self) -> None:
         """Write a fresh log on the calling thread, before anything is served. Raises `OSError`.
 
-        For a store that has not been closed, or has changed its size. Of two whole logs, which a crash or a failure
-        just before the older was retired leaves behind, the newer is made sure of first: the older is written over.
+        For a store that is new, has not been closed, or has changed its size. Of two whole logs, which a crash or a
+        failure just before the older was retired leaves behind, the newer is made sure of first: the older is written
+        over.
         """
         recovered = self._directory.recovered
         if recovered.is_contested and recovered.log is not None:
@@ -509,6 +514,7 @@ class Commits:
             step = self._make_step(self._fresh)
             step.run(None)
             if step.error is not None:
+                self._fresh, self._is_ended = None, False
                 raise step.error
             self._step_landed(step)
         self._is_ended = False
@@ -523,9 +529,7 @@ class Commits:
         except TierUnavailable as error:
             _log.error("%s: closed without making everything durable: %s", self._directory.path, error)
         self._is_ended = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         if self._active is not None and self._is_changed and not self._dirty:
             closing = Closing(self._active, self.accepted)
             self._lanes.submit(closing)
@@ -534,7 +538,5 @@ class Commits:
     def give_up(self) -> None:
         """The device does not answer: whoever waits is told."""
         self._is_ended = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         self.promises.fail("closed before everything was durable")

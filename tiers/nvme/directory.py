@@ -53,7 +53,7 @@ from hicache.tiers.nvme.io import (
 from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, manifest_version
 from hicache.tiers.nvme.records import log_bytes
-from hicache.tiers.nvme.recovery import Progress, nothing_recovered, recover
+from hicache.tiers.nvme.recovery import NO_LOG, Progress, holds_pages, nothing_recovered, recover
 
 _SEGMENT_NAME: Final = re.compile(r"hicache-(\d{6})\.seg")
 _BESIDE_BYTES: Final = 256 << 10
@@ -128,6 +128,9 @@ def open_directory(
         opened.recovered = nothing_recovered(opened.geometry)
         if manifest is not None:
             _recover(files, opened, manifest, inventory, progress, is_whole=is_whole)
+        elif found is not _Found.FORGETFUL and inventory.holds_anything:
+            opened.recovered.damage.append(f"the manifest is {found.value}: the store starts cold")
+            opened.recovered.clean = False
         before_filling(Room(files.fstat(opened.fd).st_dev, *room))
         _sync_name(files, path)
         fill(files, opened, health, inventory)
@@ -319,23 +322,39 @@ def _recover(
     """Find out what the store still holds, at the sizes that it had, and cut that to the sizes that it gets."""
     geometry = manifest.geometry
     num_present = np.zeros(geometry.num_segments, np.int64)
+    num_kept = np.array([_slots_after(directory, ordinal) for ordinal in range(geometry.num_segments)])
     by_number = {each.number: each for each in inventory.segments}
     for ordinal, number in enumerate(manifest.segments):
         segment = by_number.get(number)
         if segment is not None and segment.is_part_of(manifest.store):
             reached = (segment.num_bytes - SEGMENT_HEADER_BYTES) // geometry.shape.slot_bytes
-            num_present[ordinal] = min(max(reached, 0), geometry.slots_of(ordinal), _slots_after(directory, ordinal))
+            num_present[ordinal] = min(max(reached, 0), geometry.slots_of(ordinal))
     logs: list[int | None] = []
     try:
         for log in inventory.logs:
             logs.append(files.open(log.name, READ_ONLY, directory_fd=directory.fd) if log.is_ours else None)
-        recovered = recover(files, logs, manifest.store, geometry, num_present, progress, is_whole=is_whole)
+        recovered = recover(
+            files, logs, manifest.store, geometry, num_present, progress, num_kept=num_kept, is_whole=is_whole
+        )
     finally:
         for fd in logs:
             if fd is not None:
                 with contextlib.suppress(OSError):
                     files.close(fd)
+    if recovered.log is None and not recovered.damage:
+        ours = [each.name for each in inventory.segments if each.is_part_of(manifest.store)]
+        if any(_holds_pages(files, directory, manifest, name) for name in ours):
+            recovered.damage.append(NO_LOG)
+            recovered.clean = False
     directory.recovered = recovered.cut_to(directory.geometry)
+
+
+def _holds_pages(files: FileIO, directory: StoreDirectory, manifest: Manifest, name: str) -> bool:
+    fd = files.open(name, READ_ONLY, directory_fd=directory.fd)
+    try:
+        return holds_pages(files, fd, manifest.store, manifest.geometry)
+    finally:
+        files.close(fd)
 
 
 def _slots_after(directory: StoreDirectory, ordinal: int) -> int:

@@ -112,6 +112,11 @@ class Inventory:
     logs: Sequence[FoundLog]
 
     @property
+    def holds_anything(self) -> bool:
+        """Whether anything in the directory is a store's, beside a manifest."""
+        return any(each.is_ours for each in self.segments) or any(each.is_ours for each in self.logs)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are ours already."""
         segments = sum(each.allocated_bytes for each in self.segments if each.is_ours)

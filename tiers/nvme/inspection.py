@@ -35,7 +35,7 @@ from hicache.tiers.nvme.io import (
 from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, manifest_version
 from hicache.tiers.nvme.reading import LogContents, read_log, read_log_header
-from hicache.tiers.nvme.recovery import Progress, Recovered, Recovery, connect, recover
+from hicache.tiers.nvme.recovery import NO_LOG, Progress, Recovered, Recovery, connect, holds_pages, recover
 from hicache.tiers.nvme.segment import PageGet, SegmentFile
 
 _SEGMENT_NAME: Final = re.compile(r"hicache-\d{6}\.seg")
@@ -72,6 +72,10 @@ class FileState(Enum):
     """A segment that no manifest names: removed by the next opening, unless the directory is refused."""
     UNCLEAR = "unclear"
     """What has a segment's name and does not begin like one, without a manifest that could name it: left alone."""
+
+
+_USABLE: Final = frozenset({FileState.WHOLE, FileState.SHORT, FileState.DAMAGED})
+"""States of a segment that may hold pages of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +362,8 @@ class _Inspection:
                 report.recovery = replace(found, num_pages=int(kept.size), dropped=dict(+dropped))
                 report.sequence, report.write_budget_bytes = recovered.sequence, recovered.budget
                 report.problems += report.recovery.damage
+                if recovered.log is None and not recovered.damage and self._holds_pages(manifest):
+                    report.problems.append(NO_LOG)
             current = recovered.log if recovered is not None else None
             for which, (name, status, fd) in enumerate(states):
                 report.logs.append(self._look_at_log(name, status, fd, counts=current == which))
@@ -366,6 +372,19 @@ class _Inspection:
             for fd in descriptors:
                 if fd is not None:
                     self._files.close(fd)
+
+    def _holds_pages(self, manifest: Manifest) -> bool:
+        """Whether pages of the store were ever written."""
+        expected = {segment_name(number) for number in manifest.segments}
+        for each in self._report.segments:
+            if each.name in expected and each.state in _USABLE:
+                fd = self._files.open(each.name, READ_ONLY, directory_fd=self._fd)
+                try:
+                    if holds_pages(self._files, fd, manifest.store, manifest.geometry):
+                        return True
+                finally:
+                    self._files.close(fd)
+        return False
 
     def _look_at_log(self, name: str, status: os.stat_result | None, fd: int | None, *, counts: bool) -> LogReport:
         manifest = self._report.manifest
@@ -392,11 +411,10 @@ class _Inspection:
         """How many slots of each segment its file reaches."""
         geometry = manifest.geometry
         present = np.zeros(geometry.num_segments, np.int64)
-        usable = {FileState.WHOLE, FileState.SHORT, FileState.DAMAGED}
         by_name = {each.name: each for each in self._report.segments}
         for ordinal, number in enumerate(manifest.segments):
             found = by_name[segment_name(number)]
-            if found.state in usable:
+            if found.state in _USABLE:
                 reached = (found.num_bytes - SEGMENT_HEADER_BYTES) // geometry.shape.slot_bytes
                 present[ordinal] = min(max(reached, 0), geometry.slots_of(ordinal))
         return present

@@ -28,6 +28,7 @@ from hicache.tiers.nvme.records import (
     decode_frame,
     decode_log_header,
     decode_namespace,
+    is_cut_off,
     row_dtype,
     table,
 )
@@ -106,6 +107,8 @@ def read_log(
     contents.num_bytes = reader.offset
     if (later := sum(1 for _ in reader.later_frames(header.epoch, contents.num_frames))) > 0:
         contents.damage = f"frame {contents.num_frames} at byte {reader.offset} is damaged; {later} behind it not used"
+    elif reader.is_cut_off(header.epoch, contents.num_frames):
+        contents.damage = f"the file ends within the log, behind frame {contents.num_frames} at byte {reader.offset}"
     return contents
 
 
@@ -145,6 +148,10 @@ class _Reader:
         self._at_end = count < READ_BYTES
         self._start += self.at
         self.data, self.at = window[: len(rest) + count], 0
+
+    def is_cut_off(self, epoch: bytes, ordinal: int) -> bool:
+        """Whether the file ends within the log, of which frame `ordinal` should come next."""
+        return self._at_end and is_cut_off(self.data, self.at, epoch, ordinal)
 
     def later_frames(self, epoch: bytes, ordinal: int) -> Iterator[Frame]:
         """Whole frames of the log in the window, behind the place where frame `ordinal` should be."""

@@ -164,6 +164,16 @@ def decode_frame(data: memoryview, at: int, epoch: bytes, ordinal: int) -> Frame
     return Frame(kind, sequence, data[at + HEAD_BYTES : at + HEAD_BYTES + length], end)
 
 
+def is_cut_off(data: memoryview, at: int, epoch: bytes, ordinal: int) -> bool:
+    """Whether a file that ends with `data` ends where a frame of the log should go on, or the next one begin. Logs have
+    their full length from the beginning and are not filled to the end, so that the file was cut."""
+    if len(data) - at < HEAD_BYTES:
+        return True
+    _, length, _, zero, found_ordinal, _, found_epoch = _HEAD.unpack_from(data, at)
+    is_ours = found_epoch == epoch and found_ordinal == ordinal and not zero and length <= MAX_BODY_BYTES
+    return is_ours and at + frame_bytes(length) > len(data)
+
+
 def decode_namespace(body: memoryview) -> tuple[int, bytes, bytes] | None:
     """Number, digest and record; None for a body of other lengths, or with a record that has another digest."""
     if len(body) < _NAMESPACE.size:

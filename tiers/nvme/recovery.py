@@ -23,14 +23,17 @@ import numpy.typing as npt
 from hicache.collector import paused
 from hicache.tier import RecoveredRun, chain_digest
 from hicache.tiers.nvme.geometry import Geometry
-from hicache.tiers.nvme.header import DIGEST_BYTES
-from hicache.tiers.nvme.io import FileIO
+from hicache.tiers.nvme.header import DIGEST_BYTES, decode_page_header
+from hicache.tiers.nvme.io import FileIO, read_fully
 from hicache.tiers.nvme.reading import LogContents, read_log
 from hicache.tiers.nvme.records import FREED_DTYPE, MAX_SEQUENCE, Rows, row_dtype
 
 Progress = Callable[[int, int], None]
 """Told how much is done, of how much in all; the second stays the same."""
 
+NO_LOG: Final = "no log can be read, though the segments hold pages: the store starts cold"
+LOOKED_AT_SLOTS: Final = 64
+"""Of each segment, where there is no log: whether one of them was ever written."""
 MAX_GENERATION: Final = 1 << 62
 """Recovery takes lower ones only, and no page is written to a slot that has reached it. The next opening begins again
 with 0 there."""
@@ -121,12 +124,14 @@ def recover(
     num_present: npt.NDArray[np.int64],
     progress: Progress,
     *,
+    num_kept: npt.NDArray[np.int64] | None = None,
     is_whole: bool = True,
 ) -> Recovered:
     """Read the logs and put the state together.
 
     `logs` are the two files' descriptors, None for one that is missing; `num_present[i]` says how many slots of segment
-    `i` its file reaches, 0 if there is none of this store. A store that is not whole is one of several
+    `i` its file reaches, 0 if there is none of this store; `num_kept[i]` how many of them the store is to have from now
+    on, by default all. A store that is not whole is one of several
     that hold pages of the same paths: its rows are kept as they are. Alters nothing. Raises `OSError` where the device
     does.
     """
@@ -152,7 +157,12 @@ def recover(
     if contents.num_bad_records:
         damage.append(f"log {which}: {contents.num_bad_records} records that no program of this version writes")
     dropped: Counter[str] = Counter()
-    generations, rows, recorded = settle(contents, geometry, num_present, dropped)
+    generations, rows, recorded = settle(contents, geometry, dropped)
+    rows = _present(rows, geometry, num_present, dropped, damage)
+    if num_kept is not None:
+        is_kept = _reached(rows, geometry, num_kept)[1]
+        dropped["beyond_capacity"] += int(rows.size - is_kept.sum())
+        rows = rows[is_kept]
     namespaces = _renumber(contents.namespaces, rows)
     digests = _digests(namespaces, rows)
     runs: list[RecoveredRun] = []
@@ -225,7 +235,7 @@ def is_newer(number: int, other: int) -> bool:
 
 
 def settle(
-    contents: LogContents, geometry: Geometry, num_present: npt.NDArray[np.int64], dropped: Counter[str]
+    contents: LogContents, geometry: Geometry, dropped: Counter[str]
 ) -> tuple[npt.NDArray[np.int64], Rows, npt.NDArray[np.int64]]:
     """The state of all slots: generations, the pages that lie in them, and every slot that the log says holds one."""
     row = row_dtype(geometry.shape)
@@ -271,9 +281,40 @@ def settle(
         keep(np.asarray((ends[:, 1:] >= ends[:, :-1]).all(axis=1)), "wrong_length")
     keep(np.asarray((rows["tokens"] >= 0).all(axis=1)), "no_tokens")
     keep(np.isin(rows["namespace"], np.array(sorted(contents.namespaces), np.uint32)), "unknown_namespace")
-    ordinals, indices = np.divmod(rows["slot"].astype(np.int64), geometry.slots_per_segment)
-    keep(indices < num_present[ordinals], "segment_missing")
     return generations, rows, recorded
+
+
+def _present(
+    rows: Rows, geometry: Geometry, num_present: npt.NDArray[np.int64], dropped: Counter[str], damage: list[str]
+) -> Rows:
+    """The rows whose pages lie in files that are there; says of the others in which they lay."""
+    ordinals, is_there = _reached(rows, geometry, num_present)
+    dropped["segment_missing"] += int(rows.size - is_there.sum())
+    for ordinal, count in Counter(ordinals[~is_there].tolist()).items():
+        damage.append(f"segment {ordinal} is missing, too short or not of this store: {count} pages in it are lost")
+    return rows[is_there]
+
+
+def _reached(
+    rows: Rows, geometry: Geometry, num_slots: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The ordinal of each row's segment, and whether the slot is among that segment's first, of which `num_slots` says
+    how many."""
+    ordinals, indices = np.divmod(rows["slot"].astype(np.int64), geometry.slots_per_segment)
+    return ordinals, indices < num_slots[ordinals]
+
+
+def holds_pages(files: FileIO, fd: int, store: bytes, geometry: Geometry) -> bool:
+    """Whether a page of the store was ever written to one of a segment's first slots, which are used first. For a store
+    without a log: a first log is written before the first page. Raises `OSError` where the device does."""
+    block = memoryview(bytearray(geometry.shape.header_bytes))
+    for index in range(min(LOOKED_AT_SLOTS, geometry.slots_per_segment)):
+        if read_fully(files, fd, [block], geometry.slot_offset(index)) < len(block):
+            return False
+        header = decode_page_header(block)
+        if header is not None and header.store == store:
+            return True
+    return False
 
 
 def _renumber(namespaces: Mapping[int, tuple[bytes, bytes]], rows: Rows) -> dict[int, tuple[bytes, bytes]]:

@@ -14,6 +14,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -276,6 +277,10 @@ class NvmeTier:
             # counts as durable only once it is in a log that this process has synced.
             if opened.is_resized or opened.recovered.is_contested or not recovery.clean_stop:
                 tier._commits.write_log_now()
+            elif opened.recovered.log is None:
+                # So pages without a log are damage. A device that fails is asked again with the first commit.
+                with contextlib.suppress(OSError):
+                    tier._commits.write_log_now()
             tier._floor.look()
             opened.recovered = nothing_recovered(opened.geometry)
         except BaseException as error:
