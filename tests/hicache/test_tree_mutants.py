@@ -375,9 +375,9 @@ class OrderNotKept(HiRadixTree):
 class CountsTwice(HiRadixTree):
     """Occupancy counts an arrival twice."""
 
-    def _apply(self, node: Node, index: int, event: Event) -> None:
-        super()._apply(node, index, event)
-        if event is Event.MOVE_DONE:
+    def _apply(self, node: Node, index: int, *events: Event) -> None:
+        super()._apply(node, index, *events)
+        if Event.MOVE_DONE in events:
             self._pages[index][Residency.RESIDENT] += 1
 
 

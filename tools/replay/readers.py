@@ -8,8 +8,8 @@
                second file gives the chunks' lengths, one JSON a chunk: `id`, `kind`, `token_length`.
     azure      CSV `TIMESTAMP,ContextTokens,GeneratedTokens`: arrivals and lengths. No two prompts share anything.
 
-Ids are chained in what comes out, whatever they are in the file: an equal id means an equal whole prefix. What a reader
-keeps is one line, the sessions that overlap (sessions), and the ids of distinct blocks (ragpulse).
+An equal id means an equal whole prefix in what comes out: of mooncake and session files because it does in the file, of
+ragpulse because its ids are chained here. What a reader keeps is one line, the sessions that overlap (sessions), and the ids of distinct blocks (ragpulse).
 """
 
 import gzip
