@@ -17,6 +17,7 @@ from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import BLOCK
 from hicache.tiers.nvme.header import FORGETFUL_VERSION, FORMAT_VERSION
 from hicache.tiers.nvme.inspection import FileReport, FileState
+from hicache.tiers.nvme.recovery import NO_LOG
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.terminal import printable
 from hicache.tools.units import format_bytes, plural
@@ -195,8 +196,12 @@ def _logs(report: DirectoryReport) -> Iterator[Check]:
         else:
             yield Check(Verdict.FAIL, name, _state(log.file), "opening the store makes a fresh one")
     if all(log.file.state is not FileState.COUNTS for log in report.logs):
-        says = "none is whole: nothing has been made durable yet, or both are lost; a start begins with an empty store"
-        yield Check(Verdict.WARN, "logs", says, "put the logs of a copy back, if anything was there")
+        mend = "put the logs of a copy back, if anything was there"
+        if NO_LOG in report.problems:
+            yield Check(Verdict.FAIL, "logs", NO_LOG, mend)
+        else:
+            says = "none is whole: nothing is durable yet, or both are lost; a start begins with an empty store"
+            yield Check(Verdict.WARN, "logs", says, mend)
 
 
 def _recovery(report: DirectoryReport) -> Iterator[Check]:

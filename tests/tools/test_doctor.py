@@ -15,6 +15,7 @@ from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.filling import MANIFEST
 from hicache.tiers.nvme.header import checksum
 from hicache.tiers.nvme.log import LOG_NAMES
+from hicache.tiers.nvme.recovery import NO_LOG
 from hicache.tools.cli import main
 from hicache.tools.terminal import printable
 from tests.stamps import identity_chain, stamp
@@ -140,6 +141,22 @@ def test_damage_is_named(
     status, report = doctor(capsys, tmp_path / "store", "--verify")
     assert status == 1
     assert says in checks_of(report, "fail")[subject]
+
+
+def test_logs_that_are_lost_are_no_new_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_store(tmp_path / "store")
+    for name in LOG_NAMES:
+        path = tmp_path / "store" / name
+        path.write_bytes(bytes(path.stat().st_size))
+    status, report = doctor(capsys, tmp_path / "store")
+    assert status == 1
+    assert checks_of(report, "fail") == {"logs": NO_LOG}
+    # Nothing was ever written to this one.
+    for path in (tmp_path / "store").glob("*.seg"):
+        path.write_bytes(path.read_bytes()[:4096] + bytes(path.stat().st_size - 4096))
+    status, report = doctor(capsys, tmp_path / "store")
+    assert status == 0
+    assert "nothing is durable yet" in checks_of(report, "warn")["logs"]
 
 
 @pytest.mark.parametrize("manifest", ["gone", "damaged", "senseless", "version 1", "version 9"])
