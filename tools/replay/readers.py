@@ -9,7 +9,8 @@
     azure      CSV `TIMESTAMP,ContextTokens,GeneratedTokens`: arrivals and lengths. No two prompts share anything.
 
 An equal id means an equal whole prefix in what comes out: of mooncake and session files because it does in the file, of
-ragpulse because its ids are chained here. What a reader keeps is one line, the sessions that overlap (sessions), and the ids of distinct blocks (ragpulse).
+ragpulse because its ids are chained here. What a reader keeps is one line, the sessions that overlap (sessions), and
+the ids of distinct blocks (ragpulse).
 """
 
 import gzip
