@@ -7,7 +7,7 @@ wrong, and once the fault is over everything works.
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.faults.oracle import Page
 from tests.faults.power import HONEST, PowerCut, PowerRun
 from tests.faults.seeded import run_seeded
 from tests.simulation import World
-from tests.tiers.simulated_disk import Fail, Rates, SimulatedDisk
+from tests.tiers.simulated_disk import DIRECT_UNIT, Fail, Rates, SimulatedDisk
 
 FAILING_ONCE = Rates(write_error=1e-12)
 """A profile under which what is not confirmed may be lost; by itself it never strikes."""
@@ -71,15 +71,32 @@ async def script_of(run: ScriptedRun, cut: bool) -> None:
 
 
 class TracedDisk(SimulatedDisk):
-    """Keeps the names of all calls."""
+    """Keeps the names of all calls, and which of them move so much that they can be cut in parts."""
 
     def __init__(self, rng: random.Random, **options: Any) -> None:
         super().__init__(rng, **options)
         self.calls: list[str] = []
+        self.divisible: set[int] = set()
+        """Their numbers, from 1."""
 
     def _begin(self, name: str, about: object) -> bool:
         self.calls.append(name)
         return super()._begin(name, about)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._moved(super().preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._moved(super().pwritev, fd, buffers, offset)
+
+    def _moved(
+        self, move: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+    ) -> int:
+        number = len(self.calls) + 1
+        moved = move(fd, buffers, offset)
+        if moved > DIRECT_UNIT:
+            self.divisible.add(number)
+        return moved
 
 
 def profile_of(fail: Fail | None) -> Rates:
@@ -102,14 +119,22 @@ def scripted(profile: Rates, fail: Fail = Fail.EIO, at: int = 0) -> ScriptedRun:
     return kept[0]
 
 
-def calls_of(profile: Rates) -> list[tuple[int, str]]:
+def calls_of(profile: Rates, fail: Fail | None = None) -> list[tuple[int, str]]:
     """The script's calls when nothing fails, their numbers and names: from the first of the store on, to where
-    everything has to go well."""
+    everything has to go well. With `fail`, those that can fail so."""
     run = scripted(profile)
     assert run.tally.pages_written > 30
     assert run.tally.misses == 0
     assert isinstance(run.disk, TracedDisk)
-    return list(enumerate(run.disk.calls, 1))[4 : run.num_calls]
+    calls = list(enumerate(run.disk.calls, 1))[4 : run.num_calls]
+    if fail is None:
+        return calls
+    names, divisible = CAN_FAIL.get(fail), run.disk.divisible
+    return [
+        (at, name)
+        for at, name in calls
+        if (names is None or name in names) and (fail not in IN_PARTS or at in divisible)
+    ]
 
 
 def ended(at: int, *, cut: bool) -> None:
@@ -134,6 +159,8 @@ def _named(main: Callable[[World], Coroutine[Any, Any, None]], what: str) -> Non
 MOVES = frozenset({"preadv", "pwritev"})
 CAN_FAIL = {Fail.SHORT: MOVES, Fail.EINTR: MOVES, Fail.TORN: frozenset({"pwritev"})}
 """Calls that a failure of that kind makes a difference to; where nothing is said, all."""
+IN_PARTS = frozenset({Fail.SHORT, Fail.TORN})
+"""Failures that need something to cut."""
 READS = frozenset({"preadv", "stat", "fstat", "listdir", "statvfs", "set_direct"})
 """Calls that leave the disk as it was: the end in one of them is, for the disk, the end in the next that does not."""
 
@@ -146,11 +173,10 @@ def every_call(fail: Fail, *, first: int, step: int | None = None) -> None:
     """One run for each call that the failure can strike and that is counted: from the `first` on every `step`-th, or
     about twelve of them."""
     profile = profile_of(fail)
-    able = [at for at, name in calls_of(profile) if name in CAN_FAIL.get(fail, {name})]
+    able = [at for at, _ in calls_of(profile, fail)]
     chosen = able[first :: step or len(able) // 12]
     struck = sum(bool(scripted(profile, fail, at).disk.num_faults) for at in chosen)
-    # Transfers of less than a sector, and reads of nothing, cannot be cut in parts.
-    assert struck >= len(chosen) // 2, f"of {len(chosen)} calls only {struck} failed"
+    assert struck == len(chosen), f"of {len(chosen)} calls only {struck} failed"
 
 
 def every_end(*, cut: bool, first: int, step: int) -> None:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,9 @@ def scripted_run(
     ledgers = []
 
     async def main() -> None:
-        options = dict.fromkeys(("read_lanes", "write_lanes", "layer_lanes"), lanes)
+        options: dict[str, Any] = dict.fromkeys(("read_lanes", "write_lanes", "layer_lanes"), lanes)
+        # Commits come when somebody waits for one, not by the clock: so a run has the same calls each time.
+        options["commit_interval_s"] = 1000.0
         async with small_tier(SMALL, 8, directory=directory, files=files, **options) as tier:
             if fault is not None:
                 files.arm(fault, at)
