@@ -18,8 +18,9 @@ import asyncio
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import Final, Self
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,8 @@ from hicache.tiers.nvme.recovery import Progress, Recovery, connect
 from hicache.tiers.nvme.store import NvmeTier
 
 _log = logging.getLogger(__name__)
+
+Asked = TypeVar("Asked", PageWrite, PageRead, LayerRead)
 
 MAX_STORES: Final = 64
 STRIPE_BYTES: Final = 2 << 20
@@ -325,47 +328,34 @@ class StripedTier:
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
         """`NvmeTier.write`, each page in its store, all stores at once."""
-        parts: dict[int, list[tuple[int, PageWrite]]] = {}
-        for place, page in enumerate(pages):
-            number, slot = self._place(page.slot)
-            parts.setdefault(number, []).append(
-                (place, PageWrite(slot, page.generation, page.identity, page.data))
-            )
+        parts = self._share_out(pages)
         for number, part in parts.items():
-            self._stores[number].requests.check_write([page for _, page in part])
-        outcomes: list[Outcome] = [Outcome.ERROR] * len(pages)
+            self._stores[number].requests.check_write(part.asked)
 
-        async def write(number: int, part: list[tuple[int, PageWrite]]) -> None:
+        async def write(number: int, asked: Sequence[PageWrite]) -> list[Outcome]:
             begun = self._clock.monotonic()
-            found = await self._stores[number].write([page for _, page in part])
+            found = await self._stores[number].write(asked)
             self._measure(number, found.count(Outcome.OK), self._clock.monotonic() - begun)
-            for (place, _), outcome in zip(part, found, strict=True):
-                outcomes[place] = outcome
+            return found
 
-        async with asyncio.TaskGroup() as group:
-            for number, part in parts.items():
-                group.create_task(write(number, part), name=f"write to store {number}")
-        return outcomes
+        return await _at_once(parts, write, len(pages))
 
     async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
         """`NvmeTier.read`, each page from its store, all stores at once."""
-        parts: dict[int, list[tuple[int, PageRead]]] = {}
-        for place, page in enumerate(pages):
-            number, slot = self._place(page.slot)
-            parts.setdefault(number, []).append((place, PageRead(slot, page.generation, page.identity, page.into)))
+        parts = self._share_out(pages)
         for number, part in parts.items():
-            self._stores[number].requests.check_read([page for _, page in part])
-        outcomes: list[Outcome] = [Outcome.ERROR] * len(pages)
+            self._stores[number].requests.check_read(part.asked)
+        return await _at_once(parts, lambda number, asked: self._stores[number].read(asked), len(pages))
 
-        async def read(number: int, part: list[tuple[int, PageRead]]) -> None:
-            found = await self._stores[number].read([page for _, page in part])
-            for (place, _), outcome in zip(part, found, strict=True):
-                outcomes[place] = outcome
-
-        async with asyncio.TaskGroup() as group:
-            for number, part in parts.items():
-                group.create_task(read(number, part), name=f"read from store {number}")
-        return outcomes
+    def _share_out(self, asked: Sequence[Asked]) -> "dict[int, _Part[Asked]]":
+        """What is asked of each store, by the slots that it has there. Raises `BadRequest` for one that is none."""
+        parts: dict[int, _Part[Asked]] = {}
+        for place, each in enumerate(asked):
+            number, slot = self._place(each.slot)
+            part = parts.setdefault(number, _Part([], []))
+            part.places.append(place)
+            part.asked.append(replace(each, slot=slot))
+        return parts
 
     def _measure(self, number: int, num_pages: int, seconds: float) -> None:
         num_bytes = num_pages * self.page_bytes
@@ -376,16 +366,11 @@ class StripedTier:
 
     def start_layer_reads(self, reads: Sequence[LayerRead]) -> Ticket:
         """`NvmeTier.start_layer_reads`, each layer from its store."""
-        parts: dict[int, list[tuple[int, LayerRead]]] = {}
-        for place, read in enumerate(reads):
-            number, slot = self._place(read.slot)
-            its_read = LayerRead(slot, read.generation, read.identity, read.layer, read.into)
-            parts.setdefault(number, []).append((place, its_read))
+        parts = self._share_out(reads)
         for number, part in parts.items():
-            self._stores[number].requests.check_layer_reads([read for _, read in part])
+            self._stores[number].requests.check_layer_reads(part.asked)
         tickets = [
-            ([place for place, _ in part], self._stores[number].start_layer_reads([read for _, read in part]))
-            for number, part in parts.items()
+            (part.places, self._stores[number].start_layer_reads(part.asked)) for number, part in parts.items()
         ]
         return _Tickets(tickets, len(reads), self._clock)
 
@@ -498,6 +483,33 @@ class StripedTier:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part(Generic[Asked]):
+    """What one store is asked for."""
+
+    places: list[int]
+    """Where each stands in what was asked of the tier."""
+    asked: list[Asked]
+
+
+async def _at_once(
+    parts: Mapping[int, _Part[Asked]],
+    call: Callable[[int, Sequence[Asked]], Coroutine[Any, Any, list[Outcome]]],
+    num_asked: int,
+) -> list[Outcome]:
+    """`call` for all stores side by side; the outcomes in the order of what was asked of the tier."""
+    outcomes: list[Outcome] = [Outcome.ERROR] * num_asked
+
+    async def ask(number: int, part: _Part[Asked]) -> None:
+        for place, outcome in zip(part.places, await call(number, part.asked), strict=True):
+            outcomes[place] = outcome
+
+    async with asyncio.TaskGroup() as group:
+        for number, part in parts.items():
+            group.create_task(ask(number, part), name=f"store {number}")
+    return outcomes
 
 
 class _Tickets:
