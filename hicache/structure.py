@@ -213,9 +213,6 @@ class Structure:
         rest = (node._num_pages - 1) * self._page_bytes
         return node._key + node._buffer[node._start : node._start + rest]
 
-    def _first_page(self, node: Node) -> int:
-        return sum(step._num_pages for step in self.path(node)) - node._num_pages
-
     def _descend(self, root: Root, raw: memoryview | bytes, num_bytes: int) -> tuple[list[Node], int, int]:
         """The path that `raw` shares with a tree: its nodes, the bytes that match (whole pages), pages of the last."""
         page_bytes = self._page_bytes

@@ -24,16 +24,13 @@ from pathlib import Path
 from typing import Final
 
 from hicache.policy.base import EvictionPolicy
-from hicache.policy.lrfu import LrfuPolicy
-from hicache.policy.lru import LruPolicy
-from hicache.policy.s3fifo import S3FifoPolicy
-from hicache.policy.value import ValuePolicy
 from hicache.tools.bench.planner import planner_rows
 from hicache.tools.bench.results import Baseline, Note, Report, Row
 from hicache.tools.exits import UsageProblem
 from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
 from hicache.tools.replay.readers import SESSION_GAP_S, Request, Trace
+from hicache.tools.replay.run import POLICIES as MAKERS
 from hicache.tools.terminal import printable
 
 MILLION: Final = 1_000_000
@@ -43,10 +40,10 @@ GAP_GOALS: Final = {1: 0.30, 2: 0.31, 4: 0.12, 8: 0.16}
 """LRFU's share of the way from LRU to MIN, by millions of tokens."""
 
 POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
-    "value": lambda capacity: ValuePolicy(),
-    "LRU": lambda capacity: LruPolicy(),
-    "S3-FIFO": lambda capacity: S3FifoPolicy(capacity_pages=capacity),
-    "LRFU": lambda capacity: LrfuPolicy(),
+    "value": MAKERS["value"],
+    "LRU": MAKERS["lru"],
+    "S3-FIFO": MAKERS["s3-fifo"],
+    "LRFU": MAKERS["lrfu"],
 }
 
 

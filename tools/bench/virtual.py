@@ -62,20 +62,12 @@ def run_virtual(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
         loop.close()
 
 
-class TimedTier:
-    """A tier whose calls wait `latency_s`, then pass their pages one after the other through one pipe.
+class SlotsOnly:
+    """What every tier has that keeps no bytes: slots and their generations. Reads and writes are its subclasses'."""
 
-    With several layers it also takes pages layer by layer, each in its part of a page's time.
-    """
-
-    def __init__(
-        self, tier_id: TierId, *, capacity_pages: int, page_s: float, latency_s: float = 0.0, num_layers: int = 1
-    ) -> None:
-        self.num_layers = num_layers
+    def __init__(self, tier_id: TierId, *, capacity_pages: int, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
         self._slots = SlotPool(tier_id, capacity_pages)
-        self._page_s = page_s
-        self._latency_s = latency_s
-        self._pipe_free_at = 0.0
 
     @property
     def tier_id(self) -> TierId:
@@ -83,7 +75,7 @@ class TimedTier:
 
     @property
     def page_bytes(self) -> int:
-        return len(PAGE)
+        return self._page_bytes
 
     @property
     def capacity_pages(self) -> int:
@@ -102,6 +94,28 @@ class TimedTier:
     def generation(self, slot: int) -> int:
         return self._slots.generation(slot)
 
+    async def close(self) -> None:
+        """Nothing to wait for."""
+
+    def _outcome(self, slot: int, generation: int) -> Outcome:
+        return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
+
+
+class TimedTier(SlotsOnly):
+    """A tier whose calls wait `latency_s`, then pass their pages one after the other through one pipe.
+
+    With several layers it also takes pages layer by layer, each in its part of a page's time.
+    """
+
+    def __init__(
+        self, tier_id: TierId, *, capacity_pages: int, page_s: float, latency_s: float = 0.0, num_layers: int = 1
+    ) -> None:
+        super().__init__(tier_id, capacity_pages=capacity_pages, page_bytes=len(PAGE))
+        self.num_layers = num_layers
+        self._page_s = page_s
+        self._latency_s = latency_s
+        self._pipe_free_at = 0.0
+
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
         return await self._pass(len(pages))
 
@@ -112,10 +126,7 @@ class TimedTier:
         return TimedLayerWrites(self, len(pages))
 
     def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
-        return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
-
-    async def close(self) -> None:
-        """Nothing to wait for."""
+        return self._outcome(slot, generation)
 
     async def _pass(self, num_pages: int) -> list[Outcome]:
         await asyncio.sleep(self._take_pipe(num_pages * self._page_s))
@@ -157,4 +168,4 @@ class TimedHost(TimedTier):
         return memoryview(bytearray(PAGE))
 
     def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
-        return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
+        return self._outcome(slot, generation)

@@ -28,9 +28,8 @@ from hicache.policy.slru import SlruPolicy
 from hicache.policy.value import ValuePolicy
 from hicache.prefill import PrefillCurve
 from hicache.sequence import Sequence as Prompt
-from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageRead, PageWrite, Slots, Tier, TierId
-from hicache.tiers.slots import SlotPool
-from hicache.tools.bench.virtual import VirtualClock, run_virtual
+from hicache.tier import DEVICE, HOST, NVME, Outcome, PageIdentity, PageRead, PageWrite, Tier, TierId
+from hicache.tools.bench.virtual import SlotsOnly, VirtualClock, run_virtual
 from hicache.tools.replay.readers import Request
 from hicache.write_policy import WritePolicy
 
@@ -258,36 +257,17 @@ class _Replay:
         return num_found
 
 
-class _Tier:
+class _Tier(SlotsOnly):
     """A tier without bytes. A call waits `latency_s`, then its pages pass, one after the other, through a pipe that all
     reads share, or one that all writes share."""
 
     def __init__(
         self, tier_id: TierId, num_pages: int, page_bytes: int, read_s: float, write_s: float, latency_s: float
     ) -> None:
-        self.tier_id: Final = tier_id
-        self.page_bytes: Final = page_bytes
+        super().__init__(tier_id, capacity_pages=num_pages, page_bytes=page_bytes)
         self.pages_written = 0
-        self._slots = SlotPool(tier_id, num_pages)
         self._read_s, self._write_s, self._latency_s = read_s, write_s, latency_s
         self._reads_free_at = self._writes_free_at = 0.0
-
-    @property
-    def capacity_pages(self) -> int:
-        return self._slots.capacity
-
-    @property
-    def num_free(self) -> int:
-        return self._slots.num_free
-
-    def allocate(self, num_pages: int) -> Slots:
-        return self._slots.allocate(num_pages)
-
-    def free(self, slots: Slots) -> None:
-        self._slots.free(slots)
-
-    def generation(self, slot: int) -> int:
-        return self._slots.generation(slot)
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
         now = asyncio.get_running_loop().time()
@@ -303,12 +283,6 @@ class _Tier:
         self._reads_free_at = begin + len(pages) * self._read_s
         await asyncio.sleep(self._reads_free_at - now)
         return [self._outcome(page.slot, page.generation) for page in pages]
-
-    async def close(self) -> None:
-        """Nothing to wait for."""
-
-    def _outcome(self, slot: int, generation: int) -> Outcome:
-        return Outcome.OK if self._slots.generation(slot) == generation else Outcome.STALE
 
 
 class _Host(_Tier):
