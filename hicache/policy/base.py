@@ -78,3 +78,24 @@ class HearsResidency(Protocol):
         """Two nodes of the tier become one: `lower` takes the pages of `upper`, which ends. Told before it is done,
         while neither is listed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a caller knows of the future of a prefix. What it does not know is None."""
+
+    returns: bool | None = None
+    """Whether a later prompt goes on from the end of this one: a conversation that continues, a tool call that will be
+    answered."""
+    expected_return: float | None = None
+    """Monotonic seconds at which that prompt is expected."""
+
+
+@runtime_checkable
+class HearsHints(Protocol):
+    """A policy that makes use of what callers know."""
+
+    def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
+        """What is known of a prefix, given as in `Use.path`. Comes after the `used` of the prompt that it speaks of,
+        replaces an earlier hint about the same end, and holds until the next use of that end. O(path x log n)."""
+        ...
