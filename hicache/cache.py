@@ -15,16 +15,16 @@ Three rules, on which the promises of the project rest:
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.arguments import flag
+from hicache.arguments import flag, whole
 from hicache.clock import Clock
-from hicache.deciding import STALE_S, Decision, PrefillSpeeds, decide
+from hicache.deciding import Deciding, Decision, PrefillSpeeds
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.evictable import tiers_of_children
 from hicache.guarding import guarded
@@ -33,7 +33,6 @@ from hicache.lease import Lease, Move, Pin
 from hicache.movers import Lane, PageMove, Priority, Transfer
 from hicache.namespace import Namespace
 from hicache.node import Node
-from hicache.planner import routes_to
 from hicache.policies import LRU, policies_named
 from hicache.policy.base import EvictionPolicy, HearsUses, Use
 from hicache.prefetch import Prefetch, begin
@@ -251,9 +250,13 @@ class Cache:
         self._persisted: list[Node] = []
         """Ends of prefixes that were persisted, if the cache is exclusive: with what they were joined to, they stay on
         NVMe."""
-        self._prefill: Final = prefill
-        self._copied_at: Final[dict[str, float]] = {}
-        """When a page last came whole through a lane, by its name."""
+        self.deciding: Final = Deciding(
+            prefill,
+            self._lanes.values(),
+            clock=clock,
+            page_size=layout.page_size,
+            device=self.tiers.get(DEVICE),
+        )
         self._report_progress: Final = progress
         self.recovered = Recovery()
         """What came back from the NVMe tier when the cache was opened."""
@@ -338,37 +341,28 @@ class Cache:
         """A step of the namespace's model computed tokens `[start, stop)` of one prompt in `seconds`, with everything
         before them on the device. Nothing, where the cache does not learn. Raises `BadRequest` for an empty range or a
         time that is not above zero."""
-        if isinstance(self._prefill, PrefillSpeeds):
-            self._prefill.learn(namespace.model, start, stop, seconds)
+        self.deciding.learn(namespace.model, start, stop, seconds)
 
-    def decide(self, namespace: Namespace, num_tokens: int, coverage: Coverage) -> Decision:
+    def decide(
+        self, namespace: Namespace, num_tokens: int, coverage: Coverage, *, chunk_tokens: int | None = None
+    ) -> Decision:
         """How much of what is cached of a prompt of `num_tokens` tokens is worth taking. Changes nothing."""
-        num_pages = coverage.num_tokens // self.layout.page_size
-        num_new_pages = self.layout.pages_for(num_tokens - coverage.num_tokens)
-        if num_pages + num_new_pages >= self.tiers[DEVICE].capacity_pages:
-            # It streams, or something else has to leave for it: how long that takes is not known.
-            reason = "the context fills the device, so it is loaded as far as it fits, and streams"
-            return Decision(num_tokens, coverage.runs, coverage.num_tokens, None, None, None, reason)
-        now = self.clock.monotonic()
-        routes = {
-            tier_id: tuple(
-                replace(lane, is_measured=lane.is_measured and now - self._copied_at.get(lane.name, now) < STALE_S)
-                for lane in route
-            )
-            for tier_id, route in routes_to(DEVICE, self._lanes.values()).items()
-        }
-        known = self._prefill
-        curve = known.curve(namespace.model) if isinstance(known, PrefillSpeeds) else known
-        return decide(num_tokens, coverage.runs, routes, curve, page_size=self.layout.page_size)
+        return self.deciding.decide(namespace.model, num_tokens, coverage.runs, chunk_tokens=chunk_tokens)
 
-    def explain(self, namespace: Namespace, tokens: npt.ArrayLike) -> Decision:
+    def explain(
+        self, namespace: Namespace, tokens: npt.ArrayLike, *, chunk_tokens: int | None = None
+    ) -> Decision:
         """What a sequence that is opened for `tokens` now would take from the cache, and why: see `Decision`.
 
-        Of what another tenant has published, it speaks as if it were copied already. Changes nothing. Raises
-        `BadRequest` for tokens that are none.
+        With `chunk_tokens`, as `Sequence.open` takes it, that may be from both ends. Of what another tenant has
+        published, it speaks as if it were copied already. Changes nothing. Raises `BadRequest` for tokens that are
+        none, and a `chunk_tokens` below 1.
         """
         packed = pack_tokens(tokens)
-        return self.decide(namespace, len(packed), self.coverage(self.tree.match(namespace, packed[:-1])))
+        if chunk_tokens is not None:
+            chunk_tokens = whole("chunk_tokens", chunk_tokens, 1)
+        coverage = self.coverage(self.tree.match(namespace, packed[:-1]))
+        return self.decide(namespace, len(packed), coverage, chunk_tokens=chunk_tokens)
 
     # -- sharing ------------------------------------------------------------------------------------------------------
 
@@ -653,7 +647,7 @@ class Cache:
         finished = self.tree.finish_move(moving.move, ok)
         moving.num_arrived, moving.is_complete = ok.count(True), all(ok)
         if moving.num_arrived and lane is not None:
-            self._copied_at[lane.name] = self.clock.monotonic()
+            self.deciding.copied(lane)
         if not all(ok):
             num_failed = ok.count(False) - (outcomes.count(None) if moving.is_given_up else 0)
             if num_failed:
@@ -749,7 +743,7 @@ class Cache:
         pins = self._pin_path(lease)
         try:
             while True:
-                moving = self._hasten(lease, source, target, priority)
+                moving = self.hasten(self.path(lease), source, target, priority)
                 given_up = [move for move in moving if move.is_given_up]
                 await self._start_hop(self.path(lease), source, target, max_pages, priority, deadline, moving)
                 arrived = await self._wait_while_they_move(moving, self._lanes[source, target], deadline)
@@ -759,9 +753,9 @@ class Cache:
         finally:
             self.unpin(pins)
 
-    def _hasten(self, lease: Lease, source: TierId, target: TierId, priority: Priority) -> "list[Moving]":
-        """Moves of others that bring pages of a leased path where they are wanted, made as urgent as `priority`."""
-        path = set(self.path(lease))
+    def hasten(self, nodes: Iterable[Node], source: TierId, target: TierId, priority: Priority) -> "list[Moving]":
+        """Moves under way that bring pages of nodes where they are wanted, made as urgent as `priority`."""
+        path = set(nodes)
         moving = [
             move
             for move in self._moving

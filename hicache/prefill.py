@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,22 @@ class PrefillSpeed:
         self._right = np.zeros(3)
         self._num_steps = 0
         self._curve: PrefillCurve | None = None
+
+    @classmethod
+    def like(cls, curve: PrefillCurve) -> Self:
+        """As if `SETTLED` steps had gone as a curve says."""
+        speed = cls()
+        for start in range(0, 4096 * cls.SETTLED, 8192):
+            for num_tokens in (64, 1024):
+                speed.add(start, start + num_tokens, curve.seconds(start, start + num_tokens))
+        return speed
+
+    def copy(self) -> Self:
+        """What is known so far, to learn on alone."""
+        speed = type(self)()
+        speed._normal, speed._right = self._normal.copy(), self._right.copy()
+        speed._num_steps, speed._curve = self._num_steps, self._curve
+        return speed
 
     @property
     def curve(self) -> PrefillCurve | None:
