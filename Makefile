@@ -43,6 +43,10 @@ check: $(READY) ## lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+.PHONY: proto
+proto: $(READY) ## remake the messages of the sidecar's wire from service/proto/hicache.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. hicache/service/proto/hicache.proto
+
 .PHONY: kernels
 kernels: $(READY) ## compile the kernels for GPUs that need not be there, and print what they need
 	$(BIN)/python -m hicache.kernels.compile_report --pairwise $(KERNELS_ARGS)

