@@ -202,7 +202,7 @@ class Cache:
         self.layout: Final = layout
         self.clock: Final = clock
         self.tiers: Final = {tier_id: tiers[tier_id] for tier_id in OWN_TIERS if tier_id in tiers}
-        named = policies_named(policy, self.tiers)
+        named = policies_named(policy, {tier_id: tier.capacity_pages for tier_id, tier in self.tiers.items()})
         self.tree: Final = HiRadixTree(
             page_size=layout.page_size,
             tiers=tuple(self.tiers),
@@ -783,7 +783,7 @@ class Cache:
             while above is not end and position < max_pages:
                 if (node := _first_below(above, end)) is None:
                     return
-                if not self._wants(node, source, target):
+                if not self.wants(node, source, target):
                     position += node.num_pages
                     above = node
                     continue
@@ -794,7 +794,7 @@ class Cache:
                     return
                 # Looked at again: the node may have been split, moved by somebody else, or removed meanwhile.
                 found = _first_below(above, end)
-                if found is None or not self._wants(found, source, target):
+                if found is None or not self.wants(found, source, target):
                     self.free({target: slots})
                     continue
                 num_pages = min(found.num_pages, len(slots))
@@ -820,7 +820,7 @@ class Cache:
                         return False
         return all(move.is_complete for move in moving)
 
-    def _wants(self, node: Node, source: TierId, target: TierId) -> bool:
+    def wants(self, node: Node, source: TierId, target: TierId) -> bool:
         """Whether the node should take this hop on its way up: it can, and is in nothing as fast as the target."""
         slower = self._from(target)[1:]
         return node.residency(source) is Residency.RESIDENT and all(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hicache.lease import Hold
 from hicache.node import COUNT_BITS, COUNT_MASK, TIER_MASK, Node
-from hicache.policy.base import EvictionPolicy
+from hicache.policy.base import EvictionPolicy, HearsResidency, HearsShape
 
 
 class Evictable:
@@ -27,6 +27,9 @@ class Evictable:
         """Of the tiers. In a node's listings, `droppable` has the bit after theirs."""
         self.droppable = droppable
         self._orders = self.policies if droppable is None else (*self.policies, droppable)
+        # Bit masks of the orders that hear of more than what is listed.
+        self.hears_shape = _mask([isinstance(each, HearsShape) for each in self._orders])
+        self.hears_residency = _mask([isinstance(each, HearsResidency) for each in self._orders])
         self._slowest = 1 << (len(policies) - 1)
         self._droppable = 0 if droppable is None else 1 << len(policies)
 
@@ -68,11 +71,26 @@ class Evictable:
                 policy.touch(node, now)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Tell the same policies that the node was split."""
-        listed = lower._listed
+        """Tell the same policies, and those that hear of shapes, that the node was split."""
+        told = lower._listed | self.hears_shape
         for index, policy in enumerate(self._orders):
-            if listed >> index & 1:
+            if told >> index & 1:
                 policy.split(upper, lower)
+
+    def joined(self, upper: Node, lower: Node) -> None:
+        """Tell the policies that hear of shapes that `lower`, which is not listed, is to take the pages of `upper`."""
+        for policy in self._orders:
+            if isinstance(policy, HearsShape):
+                policy.joined(upper, lower)
+
+    def moved(self, node: Node, index: int, is_in: bool) -> None:
+        """Tell the policy of a tier, which hears of residency, that the node has entered or left it."""
+        policy = self.policies[index]
+        assert isinstance(policy, HearsResidency), "it does not hear of residency"
+        if is_in:
+            policy.entered(node)
+        else:
+            policy.left(node)
 
     def victims(self, index: int, num_pages: int) -> list[Node]:
         """Listed nodes of one tier in policy order, until they cover `num_pages`."""
@@ -88,6 +106,10 @@ class Evictable:
     def coldest(self) -> Iterator[Node]:
         """The droppable nodes, least recently used first; none without such an order."""
         return iter(()) if self.droppable is None else self.droppable.victims()
+
+
+def _mask(bits: Sequence[bool]) -> int:
+    return sum([bit << at for at, bit in enumerate(bits)])
 
 
 def tiers_of_children(node: Node) -> int:

@@ -1,28 +1,36 @@
 """Eviction policies by name, one instance a tier.
 
-    lru     what was used longest ago leaves first (default)
-    lrfu    what has the smallest sum of its uses, each worth half after so many others (`hicache.policy.lrfu`)
-    value   what is least likely to be read again soon, by its own uses and by its class (`hicache.policy.value`)
+    lru      what was used longest ago leaves first (default)
+    slru     the same, but what was used again is protected while it fits into its share (`hicache.policy.slru`)
+    s3-fifo  what was not used while it stood in a small queue of new pages (`hicache.policy.s3fifo`)
+    lrfu     what has the smallest sum of its uses, each worth half after so many others (`hicache.policy.lrfu`)
+    value    what is least likely to be read again soon, by its own uses and by its class (`hicache.policy.value`)
 
-All of them are fed by the tree with the nodes that may leave, and by the cache with uses: one for each prompt, when it
-has been computed. Policies that have to hear of every node that enters or leaves a tier (`HearsResidency`) have no name
-here, as nobody tells them. What lrfu and value remember belongs to a prefix: where nodes are joined, as they are while
-an answer grows behind its prompt, the longer one is a new prefix to them.
+All of them are fed by the tree with the nodes that may leave, those that ask for it with every node that enters or
+leaves a tier, is split or joined, and by the cache with uses: one for each prompt, when it has been computed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from hicache.errors import BadRequest
 from hicache.policy.base import EvictionPolicy
 from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
+from hicache.policy.s3fifo import S3FifoPolicy
+from hicache.policy.slru import SlruPolicy
 from hicache.policy.value import ValuePolicy
 from hicache.tier import TierId
 
 LRU: Final = "lru"
-NAMES: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {LRU: LruPolicy, "lrfu": LrfuPolicy, "value": ValuePolicy}
-"""What makes a policy of each name, with its defaults."""
+NAMES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
+    LRU: lambda capacity_pages: LruPolicy(),
+    "slru": lambda capacity_pages: SlruPolicy(capacity_pages=capacity_pages),
+    "s3-fifo": lambda capacity_pages: S3FifoPolicy(capacity_pages=capacity_pages),
+    "lrfu": lambda capacity_pages: LrfuPolicy(),
+    "value": lambda capacity_pages: ValuePolicy(),
+}
+"""What makes a policy of each name for a tier of so many pages, with its defaults."""
 
 
 def check_policy(name: object) -> str:
@@ -32,7 +40,7 @@ def check_policy(name: object) -> str:
     return name
 
 
-def policies_named(name: str, tiers: Iterable[TierId]) -> dict[TierId, EvictionPolicy]:
-    """A policy of that name for each tier. Raises `BadRequest` as `check_policy` does."""
+def policies_named(name: str, capacity_pages: Mapping[TierId, int]) -> dict[TierId, EvictionPolicy]:
+    """A policy of that name for each tier, which has so many pages. Raises `BadRequest` as `check_policy` does."""
     make = NAMES[check_policy(name)]
-    return {tier_id: make() for tier_id in tiers}
+    return {tier_id: make(num_pages) for tier_id, num_pages in capacity_pages.items()}

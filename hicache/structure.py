@@ -361,6 +361,16 @@ class Structure:
     def _merge(self, upper: Node, lower: Node) -> None:
         if self._reports.by_node:
             self._reports.merge(upper, lower)
+        later = upper._last_access > lower._last_access
+        is_heard = bool(self._evictable.hears_shape)
+        states = lower._states
+        if later or is_heard:
+            # It takes another place in the policies' orders: which one is for them to say once it is whole.
+            lower._states = 0
+            self._refresh(lower)
+            lower._states = states
+        if is_heard:
+            self._evictable.joined(upper, lower)
         parent, siblings = place(upper)
         gap = upper._start + upper._num_pages * self._page_bytes
         if upper._buffer and lower._buffer is upper._buffer and lower._start == gap:
@@ -378,11 +388,8 @@ class Structure:
             self._published.merge(upper, lower)
         self._num_nodes -= 1
         self._num_copies -= held_tiers(lower._states).bit_count()
-        if upper._last_access > lower._last_access:
-            # It takes a later place in the policies' order, which may lie before that of others.
-            listed, lower._states = lower._states, 0
-            self._refresh(lower)
-            lower._states, lower._last_access = listed, upper._last_access
+        if later or is_heard:
+            lower._last_access = max(upper._last_access, lower._last_access)
             self._refresh(lower)
 
     def _heal(self, node: Node) -> None:
@@ -463,6 +470,8 @@ class Structure:
         was_in, is_in = before in IN_TIER, state in IN_TIER
         parent = node._parent
         if was_in != is_in and parent is not None:
+            if self._evictable.hears_residency >> index & 1:
+                self._evictable.moved(node, index, is_in)
             shift = COUNT_BITS * index
             parent._in_tier += 1 << shift if is_in else -1 << shift
             # The first child in a tier, or none any more: the parent ceases or begins to be a leaf of it.

@@ -118,7 +118,8 @@ class HiCache:
             device: "cpu", or "cuda[:index]" where there is one.
             metadata_bytes: most memory for the index of what is cached, by its own estimate (about 700 bytes a prefix
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
-            policy: which pages leave a tier first: "lru", "lrfu" or "value", see `hicache.policies`.
+            policy: which pages leave a tier first: "lru", "slru", "s3-fifo", "lrfu" or "value", see
+                `hicache.policies`.
             write_policy: when pages are written to NVMe: "demote-on-evict", when they leave the host; "write-through",
                 when they are published; "write-through-selective", when a second request uses them. Namespaces may have
                 their own (`set_write_policy`).

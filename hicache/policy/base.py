@@ -15,7 +15,8 @@ class EvictionPolicy(Protocol):
     slower tier). Nothing here raises for what a caller of the tree does, waits, or changes a node. Every call must cost
     O(log n) at most; a victim that is taken comes back as `discard`.
 
-    A policy that looks at more than the nodes that may leave also offers `HearsUses` or `HearsResidency`.
+    A policy that looks at more than the nodes that may leave also offers `HearsUses`, `HearsShape`, `HearsResidency` or
+    `HearsHints`.
     """
 
     def add(self, node: Node, now: float) -> None:
@@ -62,9 +63,19 @@ class HearsUses(Protocol):
 
 
 @runtime_checkable
-class HearsResidency(Protocol):
-    """A policy that counts pages of the whole tier, not only of what may leave it. `split` then tells of every node of
-    the tier, whether it was added or not."""
+class HearsShape(Protocol):
+    """A policy that remembers more of a prefix than whether it may leave. Told of every split and join in the tree, of
+    nodes that its tier has no copy of too: `split` then comes whether the node was added or not."""
+
+    def joined(self, upper: Node, lower: Node) -> None:
+        """Two nodes become one: `lower` takes the pages of `upper`, which ends. Told before it is done, while neither
+        is added; the node is added again afterwards if it may leave."""
+        ...
+
+
+@runtime_checkable
+class HearsResidency(HearsShape, Protocol):
+    """A policy that counts pages of the whole tier, not only of what may leave it."""
 
     def entered(self, node: Node) -> None:
         """The tier holds or awaits a copy of the node from now on. Before any `add` of it."""
@@ -72,11 +83,6 @@ class HearsResidency(Protocol):
 
     def left(self, node: Node) -> None:
         """It does not any longer. The node is still in the tree; a `discard` of it comes before or after."""
-        ...
-
-    def joined(self, upper: Node, lower: Node) -> None:
-        """Two nodes of the tier become one: `lower` takes the pages of `upper`, which ends. Told before it is done,
-        while neither is listed."""
         ...
 
 

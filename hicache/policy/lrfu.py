@@ -44,6 +44,12 @@ class LrfuPolicy:
         if known is not None:
             self._sums.put(upper, known)
 
+    def joined(self, upper: Node, lower: Node) -> None:
+        above, below = self._sums.get(upper), self._sums.get(lower)
+        # What went through the lower one went through the upper one too; the longer run keeps the longer past.
+        if above is not None and (below is None or self._order(above) > self._order(below)):
+            self._sums.put(lower, above)
+
     def used(self, use: Use) -> None:
         # Tail before head, so that of nodes with equal sums the tail leaves first.
         for node in reversed(use.path):
@@ -57,5 +63,8 @@ class LrfuPolicy:
         return iter(self._listed)
 
     def _key(self, node: Node) -> float:
-        total, at = self._sums.get(node) or (1.0, self._uses)
+        return self._order(self._sums.get(node) or (1.0, self._uses))
+
+    def _order(self, known: tuple[float, int]) -> float:
+        total, at = known
         return log2(total) + self._decay * at

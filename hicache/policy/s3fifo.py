@@ -3,16 +3,29 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from hicache.errors import BadRequest
 from hicache.node import Box, Node
 from hicache.policy.base import Use
 from hicache.policy.history import History
+from hicache.policy.ordered import Ordered
 
 SMALL_SHARE: Final = 0.1
 """Default share of the tier for what is new."""
 FREQUENCY_MAX: Final = 3
+
+
+class _Place(Enum):
+    """Where a node of the tier stands."""
+
+    SMALL = "small"
+    MAIN = "main"
+    CHOSEN = "chosen"
+    """Taken from the head of one of the two: next to leave."""
+    ASIDE = "aside"
+    """Its turn to leave came while it might not. It takes a place in the main queue again once it may."""
 
 
 @dataclass(slots=True)
@@ -20,6 +33,10 @@ class _Entry:
     """A node of the tier."""
 
     in_main: bool
+    """Whether it has moved on to the main queue."""
+    place: _Place = _Place.ASIDE
+    turn: int = 0
+    """Of the main queue, when it was put aside."""
     frequency: int = 0
     listed: bool = False
     fresh: bool = True
@@ -44,51 +61,70 @@ class S3FifoPolicy:
         self._small_pages = 0
         self._entries: dict[Box, _Entry] = {}
         self._small: OrderedDict[Box, None] = OrderedDict()
-        self._main: OrderedDict[Box, None] = OrderedDict()
+        self._main = Ordered()  # by turns, which count up
+        self._chosen: OrderedDict[Box, None] = OrderedDict()
+        self._turn = 0
         self._num_listed = 0
         self._ghosts: History[bool] = History(capacity_pages)
 
     def entered(self, node: Node) -> None:
         in_main = bool(self._ghosts.get(node))
         entry = self._entries[node.box] = _Entry(in_main)
-        self._enqueue(node.box, entry)
+        self._enqueue(node, entry)
         if in_main:
             self._ghosts.put(node, False)
-        else:
-            self._small_pages += node.num_pages
 
     def left(self, node: Node) -> None:
-        box = node.box
-        if self._entries.pop(box).in_main:
-            del self._main[box]
-        else:
-            del self._small[box]
-            self._small_pages -= node.num_pages
+        entry = self._entries.pop(node.box)
+        self._dequeue(node, entry)
+        if not entry.in_main:
             self._ghosts.put(node, True)
 
     def add(self, node: Node, now: float) -> None:
-        self._entries[node.box].listed = True
+        entry = self._entries[node.box]
+        entry.listed = True
         self._num_listed += 1
+        if entry.place is _Place.ASIDE:
+            # Where it would stand now if it had gone to the end of the queue round after round.
+            head = self._main.first_key() if len(self._main) else self._turn
+            round_turns = self._turn - head + 1
+            entry.in_main, entry.place = True, _Place.MAIN
+            self._main.place(node, head + (entry.turn - head) % round_turns)
 
     def discard(self, node: Node) -> None:
+        self._num_listed -= 1
         entry = self._entries.get(node.box)
         if entry is not None:
             entry.listed = False
-        self._num_listed -= 1
+            if entry.place is _Place.CHOSEN:
+                self._put_aside(node, entry)
 
     def touch(self, node: Node, now: float) -> None:
         pass  # `used` tells it
 
     def split(self, upper: Node, lower: Node) -> None:
-        entry = self._entries[lower.box]
-        self._entries[upper.box] = _Entry(entry.in_main, entry.frequency, fresh=entry.fresh)
-        self._enqueue(upper.box, entry)
+        entry = self._entries.get(lower.box)
+        if entry is None:
+            return  # in other tiers only
+        if entry.place is _Place.SMALL:
+            self._small_pages -= upper.num_pages  # counted again with what they stand in now
+        other = self._entries[upper.box] = _Entry(entry.in_main, frequency=entry.frequency, fresh=entry.fresh)
+        self._enqueue(upper, other)
 
     def joined(self, upper: Node, lower: Node) -> None:
-        above, below = self._entries.pop(upper.box), self._entries[lower.box]
-        del (self._main if above.in_main else self._small)[upper.box]
-        self._small_pages += upper.num_pages * (above.in_main - below.in_main)
+        above = self._entries.pop(upper.box, None)
+        if above is None:
+            return
+        self._dequeue(upper, above)
+        below = self._entries[lower.box]
         below.frequency = max(above.frequency, below.frequency)
+        below.fresh = above.fresh and below.fresh
+        if below.place is _Place.SMALL:
+            if above.in_main:
+                below.in_main = True
+                self._enqueue(lower, below)
+            else:
+                self._small_pages += upper.num_pages
 
     def used(self, use: Use) -> None:
         for node in reversed(use.path):
@@ -97,44 +133,66 @@ class S3FifoPolicy:
                 continue  # in other tiers only
             if entry.fresh:
                 entry.fresh = False
-                self._enqueue(node.box, entry)  # anew, tails before heads
+                if entry.place is not _Place.ASIDE:
+                    self._enqueue(node, entry)  # anew, tails before heads
+            elif entry.place is _Place.CHOSEN:
+                entry.in_main = True
+                self._enqueue(node, entry)
             else:
                 entry.frequency = min(FREQUENCY_MAX, entry.frequency + 1)
 
-    def _enqueue(self, box: Box, entry: _Entry) -> None:
-        """Put a node at the end of its queue."""
-        queue = self._main if entry.in_main else self._small
-        queue[box] = None
-        queue.move_to_end(box)
-
     def victims(self) -> Iterator[Node]:
-        """In passing, nodes that were used since they stood at the head of a queue take their next place: a second call
-        gives the same nodes."""
-        given: set[Box] = set()
-        small_pages, num_kept = self._small_pages, 0
-        while len(given) < self._num_listed:
-            small = next((box for box in self._small if box not in given), None)
-            main = next((box for box in self._main if box not in given), None)
-            if num_kept > len(self._main):
-                main = None  # a whole round of nodes that may not leave
-            box = small if small is not None and (small_pages > self._small_max or main is None) else main
-            assert box is not None, "what is listed stands in a queue"
-            entry = self._entries[box]
+        """In passing, nodes that were used since they stood at the head of a queue take their next place, and those
+        that are given stay the next ones to leave: a second call gives the same nodes."""
+        for box in self._chosen:
+            yield box[0]
+        while self._num_listed > len(self._chosen):
+            yield self._choose()
+
+    def _choose(self) -> Node:
+        """The next node that may leave; there is one. Every step that chooses none takes a use from a node, moves it
+        from the small queue to the main one, or puts it aside until it may leave: they cost no more than those events.
+        """
+        while True:
+            is_small = bool(self._small) and (self._small_pages > self._small_max or not len(self._main))
+            node = next(iter(self._small))[0] if is_small else next(iter(self._main))
+            entry = self._entries[node.box]
             if entry.listed and not entry.frequency:
-                given.add(box)
-                num_kept = 0
-                if not entry.in_main:
-                    small_pages -= box[0].num_pages
-                yield box[0]
-            elif entry.in_main:
-                num_kept = 0 if entry.frequency else num_kept + 1
-                entry.frequency = max(0, entry.frequency - 1)
-                self._enqueue(box, entry)
-            else:
+                self._dequeue(node, entry)
+                self._chosen[node.box], entry.place = None, _Place.CHOSEN
+                return node
+            if is_small:
                 # Used since, or kept by something: it has proved itself.
-                num_kept = 0
-                del self._small[box]
                 entry.frequency, entry.in_main = 0, True
-                self._small_pages -= box[0].num_pages
-                small_pages -= box[0].num_pages
-                self._enqueue(box, entry)
+                self._enqueue(node, entry)
+            elif entry.frequency:
+                entry.frequency -= 1
+                self._enqueue(node, entry)
+            else:
+                self._put_aside(node, entry)
+
+    def _put_aside(self, node: Node, entry: _Entry) -> None:
+        self._dequeue(node, entry)
+        entry.turn = self._turn
+
+    def _enqueue(self, node: Node, entry: _Entry) -> None:
+        """Put a node at the end of its queue, wherever it stood before."""
+        self._dequeue(node, entry)
+        if entry.in_main:
+            entry.place = _Place.MAIN
+            self._turn += 1
+            self._main.place(node, self._turn)
+        else:
+            entry.place = _Place.SMALL
+            self._small[node.box] = None
+            self._small_pages += node.num_pages
+
+    def _dequeue(self, node: Node, entry: _Entry) -> None:
+        if entry.place is _Place.SMALL:
+            del self._small[node.box]
+            self._small_pages -= node.num_pages
+        elif entry.place is _Place.MAIN:
+            self._main.remove(node)
+        elif entry.place is _Place.CHOSEN:
+            del self._chosen[node.box]
+        entry.place = _Place.ASIDE

@@ -28,22 +28,22 @@ class SlruPolicy:
         self._protected_max = int(capacity_pages * protected_share)
         self._protected: OrderedDict[Box, None] = OrderedDict()  # used longest ago first
         self._protected_pages = 0
-        self._stamps: dict[Box, int] = {}  # of everything that was used since it entered
+        self._stamps: dict[Box, int] = {}  # of every node of the tier: its last use, 0 for none since it entered
         self._clock = 0
         self._probation, self._guarded = Ordered(), Ordered()
 
     def entered(self, node: Node) -> None:
-        pass  # its first use makes it known
+        self._stamps[node.box] = 0
 
     def left(self, node: Node) -> None:
-        self._stamps.pop(node.box, None)
+        del self._stamps[node.box]
         if node.box in self._protected:
             del self._protected[node.box]
             self._protected_pages -= node.num_pages
 
     def add(self, node: Node, now: float) -> None:
         listed = self._guarded if node.box in self._protected else self._probation
-        listed.place(node, self._stamps.get(node.box, self._clock + 1))
+        listed.place(node, self._stamps[node.box] or self._clock + 1)
 
     def discard(self, node: Node) -> None:
         if not self._guarded.remove(node):
@@ -53,22 +53,35 @@ class SlruPolicy:
         pass  # `used` tells it
 
     def split(self, upper: Node, lower: Node) -> None:
-        if lower.box in self._stamps:
-            self._stamps[upper.box] = self._stamps[lower.box]
+        stamp = self._stamps.get(lower.box)
+        if stamp is None:
+            return  # in other tiers only
+        self._stamps[upper.box] = stamp
         if lower.box in self._protected:
             self._protected[upper.box] = None
-            self._protected.move_to_end(upper.box, last=False)
 
     def joined(self, upper: Node, lower: Node) -> None:
-        was_protected, is_protected = upper.box in self._protected, lower.box in self._protected
-        self._protected_pages += upper.num_pages * (is_protected - was_protected)
-        self._protected.pop(upper.box, None)
-        self._stamps.pop(upper.box, None)
+        above, below = upper.box, lower.box
+        stamp = self._stamps.pop(above, None)
+        if stamp is None:
+            return
+        self._stamps[below] = max(stamp, self._stamps[below])
+        was_protected, is_protected = above in self._protected, below in self._protected
+        if was_protected:
+            del self._protected[above]
+            if not is_protected:  # the end of what was used again has grown: one run, and as recent
+                self._protected[below] = None
+                self._protected_pages += lower.num_pages
+        elif is_protected:
+            self._protected_pages += upper.num_pages
 
     def used(self, use: Use) -> None:
         for node in reversed(use.path):
             box = node.box
-            if box in self._stamps and box not in self._protected:
+            stamp = self._stamps.get(box)
+            if stamp is None:
+                continue  # in other tiers only
+            if stamp and box not in self._protected:
                 self._protected_pages += node.num_pages
                 self._protected[box] = None
             self._clock += 1

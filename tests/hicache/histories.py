@@ -24,10 +24,13 @@ from hicache.layout import KVDtype, KVLayout
 from hicache.lease import Lease, Move, Pin
 from hicache.namespace import Namespace
 from hicache.node import Node
-from hicache.residency import Residency
+from hicache.policies import LRU
+from hicache.policy.base import HearsUses, Use
+from hicache.residency import IN_TIER, Residency
 from hicache.results import Freed, NodeInfo, Removed
 from hicache.tier import DEVICE, HOST, NVME, TierId
 from hicache.tree import HiRadixTree
+from tests.hicache.counting import POLICIES, check_counts
 
 Tokens = tuple[int, ...]
 Path = tuple[int, tuple[Tokens, ...]]
@@ -114,7 +117,9 @@ class Run:
 class History:
     """One tree, one dictionary, and the steps that change both."""
 
-    def __init__(self, seed: int, make_tree: Callable[..., HiRadixTree] = HiRadixTree) -> None:
+    def __init__(
+        self, seed: int, make_tree: Callable[..., HiRadixTree] = HiRadixTree, policy: str | None = None
+    ) -> None:
         self.random = random.Random(seed)
         pick = self.random
         self.page_size = pick.choice([1, 2, 4, 16]) if pick.random() < 0.95 else pick.choice([3, 17, 64, 256])
@@ -132,10 +137,14 @@ class History:
             for tenant, salt in [("a", b""), ("b", b""), ("a", b"s"), ("c", b"")][: pick.choice(num_namespaces)]
         ]
         self.budget = pick.choice([None, None, None, 3_000, 6_000, 12_000]) if not self.is_wide else None
-        self.tree = make_tree(page_size=self.page_size, tiers=self.tiers, metadata_bytes=self.budget)
+        self.capacity = WIDE_CAPACITY if self.is_wide else CAPACITY
+        self.policy = policy or pick.choice([LRU, LRU, LRU, *POLICIES])
+        self.policies = {tier: POLICIES[self.policy](self.capacity) for tier in self.tiers}
+        self.tree = make_tree(
+            page_size=self.page_size, tiers=self.tiers, policies=self.policies, metadata_bytes=self.budget
+        )
         self.variants = self._page_variants()
         self.max_pages = pick.choice([3, 6, 12]) if pick.random() < 0.97 else 30
-        self.capacity = WIDE_CAPACITY if self.is_wide else CAPACITY
         self.pages: dict[Path, Page] = {}
         self.published: dict[Path, ModelPublication] = {}
         self.free = {tier: list(range(self.capacity)) for tier in self.tiers}
@@ -176,6 +185,7 @@ class History:
             self.now += self.random.choice([0.0, 0.25, 1.0])
             step()
             self.tree.check_integrity()
+            self.check_policies()
             if number % 5 == 4:
                 self.compare()
         self.settle()
@@ -381,8 +391,15 @@ class History:
             and (not slowest or self._may_evict(page, tier))
         }
         assert found == expected, (tier, found ^ expected)
-        times = [node.last_access for node in victims]
-        assert times == sorted(times), "victims are not in order of use"
+        if self.policy == LRU:
+            times = [node.last_access for node in victims]
+            assert times == sorted(times), "victims are not in order of use"
+
+    def check_policies(self) -> None:
+        """What the policies count is what is in their tiers."""
+        for tier, policy in self.policies.items() if self.policy != LRU else ():
+            in_tier = {node: node.num_pages for node in self.nodes() if node.residency(tier) in IN_TIER}
+            check_counts(policy, in_tier)
 
     def view(self) -> list[object]:
         """Everything that a caller can see of the tree."""
@@ -485,6 +502,8 @@ class History:
         assert inserted.num_stored == len(slots) - len(duplicates)
         self.free[tier] += duplicates
         assert self.tree.tokens_of(inserted.node).tolist() == self.tokens(pages).tolist()
+        if self.random.random() < 0.5:
+            self.tell_use(inserted.node)
 
     def _runs(self) -> list[Run]:
         """The tree's nodes as runs of the dictionary's pages."""
@@ -690,6 +709,13 @@ class History:
             self.tree.touch(node, self.now)
             for page in self._line(self.pages_of(node)[-1].path):
                 page.used = self.now
+            self.tell_use(node)
+
+    def tell_use(self, node: Node) -> None:
+        """A prompt that ends with a node was computed, which the tree has been told."""
+        for policy in self.policies.values():
+            if isinstance(policy, HearsUses):
+                policy.used(Use(self.tree.path(node), self.now))
 
     def do_lease(self) -> None:
         space, pages = self.any_readable_path()
@@ -1127,13 +1153,20 @@ def _shared(page: Tokens, rest: Tokens) -> int:
     return count
 
 
-def run_history(seed: int, num_steps: int, make_tree: Callable[..., HiRadixTree] = HiRadixTree) -> None:
-    """Run one history; raises `HistoryFailure` that names the seed and how to repeat it."""
-    history = History(seed, make_tree)
+def run_history(
+    seed: int,
+    num_steps: int,
+    make_tree: Callable[..., HiRadixTree] = HiRadixTree,
+    policy: str | None = None,
+) -> None:
+    """Run one history, with that policy for all tiers or else with one that the seed decides. Raises `HistoryFailure`
+    that names the seed and how to repeat it."""
+    history = History(seed, make_tree, policy)
     try:
         history.run(num_steps)
     except Exception as failure:
         command = f"python -m tests.hicache.histories --seed {seed} --steps {num_steps}"
+        command += f" --policy {policy}" if policy else ""
         last = " ".join(history.log[-8:])
         raise HistoryFailure(
             f"seed {seed} failed at step {len(history.log)} ({last}): {type(failure).__name__}: {failure}\n"
@@ -1146,9 +1179,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=1, help="histories to run, from the seed on")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--policy", choices=POLICIES, help="of all tiers; by default the seed decides")
     arguments = parser.parse_args()
     for seed in range(arguments.seed, arguments.seed + arguments.count):
-        run_history(seed, arguments.steps)
+        run_history(seed, arguments.steps, policy=arguments.policy)
     print(f"{arguments.count} histories of {arguments.steps} steps from seed {arguments.seed}: all right")
 
 

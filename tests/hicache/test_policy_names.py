@@ -13,7 +13,9 @@ from tests.hicache.worlds import LAYOUT, opened, prompt
 from tests.simulation import World, run_simulated
 
 
-@pytest.mark.parametrize(("policy", "is_kept"), [("lru", False), ("lrfu", True), ("value", True)])
+@pytest.mark.parametrize(
+    ("policy", "is_kept"), [("lru", False), ("slru", True), ("s3-fifo", True), ("lrfu", True), ("value", True)]
+)
 def test_what_was_used_often_outlives_a_scan_where_uses_count(policy: str, is_kept: bool) -> None:
     async def main(world: World) -> None:
         async with opened(world, device_pages=12, host_pages=12, nvme_pages=None, policy=policy) as setup:
@@ -43,7 +45,7 @@ class Hearing(LrfuPolicy):
 
 
 def test_each_prompt_is_told_once_when_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NAMES, "lrfu", Hearing)
+    monkeypatch.setitem(NAMES, "lrfu", lambda capacity_pages: Hearing())
 
     async def main(world: World) -> None:
         async with opened(world, device_pages=20, policy="lrfu") as setup:
@@ -73,11 +75,11 @@ def test_each_prompt_is_told_once_when_it_is_computed(monkeypatch: pytest.Monkey
 def test_unknown_names_are_refused_with_those_there_are() -> None:
     async def main(world: World) -> None:
         async with opened(world) as setup:
-            for name in ("lfu", "", None, "s3-fifo"):
-                with pytest.raises(BadRequest, match=r"policy: .* is none of lru, lrfu, value"):
+            for name in ("lfu", "", None, "S3-FIFO"):
+                with pytest.raises(BadRequest, match=r"policy: .* is none of lru, slru, s3-fifo, lrfu, value"):
                     Cache(LAYOUT, setup.cache.tiers, clock=world, policy=name)  # type: ignore[arg-type]  # a mistake
 
     run_simulated(main, 0)
-    made = policies_named("value", [DEVICE, HOST])
+    made = policies_named("value", {DEVICE: 4, HOST: 8})
     assert len({id(each) for each in made.values()}) == 2
-    assert list(NAMES) == ["lru", "lrfu", "value"]
+    assert list(NAMES) == ["lru", "slru", "s3-fifo", "lrfu", "value"]

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from tests.hicache.counting import POLICIES
 from tests.hicache.histories import HistoryFailure, run_history
 from tests.hicache.test_tree_mutants import LostFreedSlot
 
@@ -25,6 +26,13 @@ def test_histories_agree_with_the_dictionary(block: int) -> None:
     print(f"seeds {first} to {first + HISTORIES_PER_BLOCK - 1}, {STEPS} steps each")
     for seed in range(first, first + HISTORIES_PER_BLOCK):
         run_history(seed, STEPS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_lists_and_counts_what_is_there(policy: str) -> None:
+    """Whatever happens to the tree, nothing is listed that may not leave, and nothing is missing (I26)."""
+    for seed in range(30 if not SOAK else 3_000):
+        run_history(seed, STEPS, policy=policy)
 
 
 def test_a_failure_names_its_seed_and_how_to_repeat_it() -> None:
