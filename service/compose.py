@@ -593,7 +593,8 @@ class _Parts:
     nvme: NvmeTier | StripedTier | None
 
 
-def _open_nvme(options: Options, clock: Clock) -> NvmeTier | StripedTier:
+def open_nvme(options: Options, clock: Clock) -> NvmeTier | StripedTier:
+    """The NVMe tier that `options` ask for. Blocks: for a thread. Raises `BadRequest`, `TierUnavailable`."""
     try:
         if len(options.nvme_dirs) == 1:
             return NvmeTier.open(
@@ -641,7 +642,7 @@ async def _build(options: Options) -> _Parts:
         nvme: NvmeTier | StripedTier | None = None
         if options.nvme_dirs:
             # Manifest, checkpoint and journal are read by a thread: the loop stays free for what watches the start.
-            nvme = await wrap(_open_nvme)(options, clock)
+            nvme = await wrap(open_nvme)(options, clock)
             await opened(nvme)
             tiers[NVME] = nvme
         cache = Cache(
