@@ -242,6 +242,8 @@ class Cache:
         self._num_changes = 0
         self._num_given_back = 0
         """How often a lease or pins ended."""
+        self._num_freed: Final = dict.fromkeys(self.tiers, 0)
+        """Slots that became free so far, by tier."""
         self._num_moves = 0
         self._moving: Final[dict[Moving, None]] = {}
         """Moves under way."""
@@ -402,21 +404,21 @@ class Cache:
             return await self._allocate_now(tier, num_pages, deadline)
         line, turn = self._lines[tier_id], _Turn(num_pages)
         line[turn] = None
-        num_tries = num_given_back = 0
+        num_tries, given = 0, self._given(tier_id)
         try:
             while tier.num_free < (wanted := _pages_until(line, turn)):
                 num_changes = self._num_changes
                 made_room = await self._make_room(tier_id, wanted - tier.num_free, deadline=deadline)
                 self._require_open()
-                if made_room or self._num_given_back != num_given_back:
-                    num_tries, num_given_back = 0, self._num_given_back
+                if made_room or self._given(tier_id) != given:
+                    num_tries, given = 0, self._given(tier_id)
                 num_tries += 1
                 if made_room or (self._num_changes != num_changes and num_tries < MAX_TRIES):
                     continue
                 # Tried again only when something is new: to demote what cannot be demoted now would fail again.
                 while tier.num_free < _pages_until(line, turn) and (
                     self._num_changes == num_changes
-                    or (num_tries >= MAX_TRIES and self._num_given_back == num_given_back)
+                    or (num_tries >= MAX_TRIES and self._given(tier_id) == given)
                 ):
                     # A tier below counts too: what cannot be demoted now may be when it has room again. Whoever is next
                     # gets room or gives up when there is nothing to wait for; the others then see what is left.
@@ -442,6 +444,11 @@ class Cache:
             if not made_room and (self._num_changes == num_changes or num_tries >= MAX_TRIES):
                 raise NoRoom(tier.tier_id, pages_asked=num_pages, pages_free=tier.num_free)
         return tier.allocate(num_pages)
+
+    def _given(self, tier_id: TierId) -> tuple[int, int]:
+        """Grows when a lease or pins end, and when somebody frees slots of a tier, though another may have taken them:
+        what could not leave for a while may then leave."""
+        return self._num_given_back, self._num_freed[tier_id]
 
     def is_waited_for(self, tier_id: TierId) -> bool:
         """Whether somebody waits for room in a tier."""
@@ -1016,6 +1023,7 @@ class Cache:
         for tier_id, slots in freed.items():
             if len(slots):
                 self.tiers[tier_id].free(slots)
+                self._num_freed[tier_id] += len(slots)
         return sum(len(slots) for slots in freed.values())
 
     def _changed(self) -> None:

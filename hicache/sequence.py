@@ -8,6 +8,10 @@ page order, in four ranges (P is the page size):
     [whole, length)           the tail, fewer than P tokens: one private device page, shared with forks until written
     [length, length + n)      tokens of a step under way: the rest of the tail page and fresh private pages
 
+An engine that asks before each step how far to go (`next_step`) may have a fifth one, [length, found): cached pages
+that are being loaded from their back while it computes from the front, and join the sequence where both ends meet
+(`hicache.both_ends`).
+
 Committing a step publishes the pages that became whole and keeps the rest as the new tail. Where the tree's metadata
 budget refuses them, they stay private and the next commit tries again: the request goes on, and only whoever comes
 later misses them. Forks share published pages through leases of their own and private pages by a count; the first of
@@ -18,101 +22,42 @@ published as the sequence's own. So whatever is below a page belongs to the tena
 evictions end at its own pages, and what one tenant does with a copy shows in nobody else's tree.
 """
 
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.cache import PATIENCE_S, Cache, Coverage
-from hicache.errors import BadRequest, Closed, DeadlineExceeded, NoRoom, NotResident, TierUnavailable
-from hicache.lease import Lease, Pin
+from hicache.arguments import whole
+from hicache.cache import Cache
+from hicache.errors import BadRequest, Closed, DeadlineExceeded, NotResident, TierUnavailable
 from hicache.namespace import Namespace
 from hicache.node import Node
+from hicache.opening import Opening
+from hicache.planner import PageRange
 from hicache.residency import Residency
-from hicache.tier import DEVICE, NVME, PageIdentity, Slots, TierId
-from hicache.tree import Inserted, Match, pack_tokens
+from hicache.step_plan import PageRef, PrivatePage, Run, StepPlan, Tokens
+from hicache.tier import DEVICE, NVME, TierId
+from hicache.tree import pack_tokens
 
-Tokens = npt.NDArray[np.int32]
-ADOPT_PAGES: Final = 16
-"""Published pages of another tenant that are copied between two inserts: so many device pages are private meanwhile."""
-
-
-@dataclass(slots=True, eq=False)
-class PrivatePage:
-    """A device page that is not in the tree, and how many sequences, forks of each other, read it."""
-
-    slot: int
-    num_readers: int = 1
+__all__ = ["PageRef", "Run", "Sequence", "StepPlan"]
 
 
-@dataclass(frozen=True, slots=True)
-class PageRef:
-    """One page in one tier, with all that is needed to read it and to notice that it is not the same any more."""
-
-    slot: int
-    generation: int
-    identity: PageIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive context pages of a step that are read from one tier."""
-
-    tier_id: TierId
-    slots: Slots
-    refs: tuple[PageRef, ...]
-    """One a page where reading verifies it (NVMe); empty where pages are read in place, under the step's pins."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """Where everything is while one step runs: pinned, and unchanged until `commit` or `abort`."""
-
-    tokens: Tokens
-    """Ids of the new tokens."""
-    runs: tuple[Run, ...]
-    """Whole pages before the new tokens, root side first."""
-    tail: PrivatePage | None
-    """The page that the first new token is written to, if it is not the first of its page."""
-    num_tail_tokens: int
-    """Tokens already in `tail`, all before the new ones."""
-    new_slots: Slots
-    """Device slots of the fresh pages."""
-    slot_mapping: npt.NDArray[np.int64]
-    """`[num_new]`, flat device slot `slot * page_size + offset` of each new token."""
-    pins: tuple[Pin, ...]
-
-
-class Sequence:
+class Sequence(Opening):
     """One running request over the tokens of one prompt. All methods belong to the cache's loop.
 
     Made by `Sequence.open`. One step at a time: `begin`, then `commit` or `abort`.
     """
 
-    def __init__(self, cache: Cache, namespace: Namespace, *, owner: str) -> None:
-        self.cache: Final = cache
-        self.namespace: Final = namespace
-        self.owner: Final = owner
-        self.cached_by_tier: dict[TierId, int] = {}
-        """Tokens found when the sequence was opened, by the fastest tier that had them."""
-        self._tokens: Tokens = np.empty(0, np.int32)
-        self._lease: Lease | None = None
-        self._chain = namespace.digest
-        self._published = 0
-        self._private: list[PrivatePage] = []
-        self._tail: PrivatePage | None = None
-        self._step: StepPlan | None = None
-        self._step_began = 0.0
-        self._num_asked = 0
-        """Tokens of the prompt; 0 once its use was told."""
-        self._beginning = False
-        self._closed = False
-
     @classmethod
     async def open(
-        cls, cache: Cache, namespace: Namespace, tokens: npt.ArrayLike, *, owner: str, deadline: float
+        cls,
+        cache: Cache,
+        namespace: Namespace,
+        tokens: npt.ArrayLike,
+        *,
+        owner: str,
+        deadline: float,
+        chunk_tokens: int | None = None,
     ) -> "Sequence":
         """Find what is cached of `tokens`, protect it, and bring it to the device as far as it fits.
 
@@ -120,9 +65,15 @@ class Sequence:
         A damaged page on the way shortens what is found; it is never an error. So does an NVMe tier that fails or does
         not answer: it is waited for while it still gives anything, at most for half of the time that is left.
 
-        Raises `BadRequest` for tokens that are empty or not int32 ids, or a namespace of another layout;
-        `DeadlineExceeded` (nothing stays leased).
+        With `chunk_tokens`, the engine computes at most so many tokens in one step and asks `next_step` before each.
+        Where that is faster, it is then asked to compute what is cached from the front while the rest is loaded from
+        the back, and this returns as soon as that has begun.
+
+        Raises `BadRequest` for tokens that are empty or not int32 ids, a `chunk_tokens` below 1, or a namespace of
+        another layout; `DeadlineExceeded` (nothing stays leased).
         """
+        if chunk_tokens is not None:
+            chunk_tokens = whole("chunk_tokens", chunk_tokens, 1)
         if namespace.layout != cache.layout:
             raise BadRequest("namespace.layout", "is not the layout of this cache")
         # Copied: whoever asks may write to the array again while this waits.
@@ -131,210 +82,82 @@ class Sequence:
             raise BadRequest("tokens", "is empty; a sequence needs at least one token")
         sequence = cls(cache, namespace, owner=owner)
         sequence._num_asked = len(packed)
+        sequence._prompt = packed
         try:
-            found = await sequence._take_pages(packed, deadline)
-            await sequence._take_partial(packed, found, sequence._patience_until(deadline))
+            await sequence._take_pages(chunk_tokens, deadline)
+            if sequence._both_ends is None:
+                await sequence._take_partial(deadline)
         except BaseException:
             sequence.close()
             raise
         sequence._count(len(packed))
         return sequence
 
-    @property
-    def length(self) -> int:
-        """Tokens whose KV is there now."""
-        return len(self._tokens)
-
-    @property
-    def published(self) -> int:
-        """Tokens in published pages, a multiple of the page size."""
-        return self._published
-
-    @property
-    def tokens(self) -> Tokens:
-        """Ids of the `length` tokens. Not to be written to."""
-        return self._tokens
-
-    # -- opening ------------------------------------------------------------------------------------------------------
-
-    async def _take_pages(self, packed: Tokens, deadline: float) -> Match:
-        """Lease the whole pages that are cached and promote them; what cannot be read back is left out."""
-        cache, tree = self.cache, self.cache.tree
-        match = tree.match(self.namespace, packed[:-1])
-        coverage = cache.coverage(match)
-        if match.owner != self.namespace.digest:
-            await self._adopt(match, packed, self._half_way_to(deadline))
-            if self._lease is not None:
-                cache.release(self._lease)
-                self._lease = None
-            match = tree.match(self.namespace, packed[: match.num_tokens], published=False)
-        match = self._worth_taking(packed, match)
-        while match.num_tokens:
-            now = cache.clock.monotonic()
-            self._lease = tree.lease(match, owner=self.owner, deadline=None, now=now)
-            tree.touch(self._node, now)
-            # Room is left for what this sequence is about to compute, within reason: the rest streams.
-            device_pages = cache.tiers[DEVICE].capacity_pages
-            reserve = min(cache.layout.pages_for(len(packed) - match.num_tokens) + 1, device_pages // 2)
-            try:
-                arrived = await cache.promote(
-                    self._lease, max_device_pages=device_pages - reserve, deadline=self._half_way_to(deadline)
-                )
-            except DeadlineExceeded:
-                arrived = False
-            if cache.path(self._lease):
-                cache.writing_through.used(self._node)
-                if not arrived or cache.is_failing(NVME):
-                    match = self._without_nvme(packed)
-                break
-            # A page turned out to be damaged and was forgotten with everything below it; some of it may be there again,
-            # from somebody who computed it meanwhile.
-            cache.release(self._lease)
-            self._lease = None
-            match = tree.match(self.namespace, packed[: match.num_tokens], published=False)
-        self._chain = tree.identities(self._node)[-1].chain if match.num_tokens else self.namespace.digest
-        self._tokens = packed[: match.num_tokens].copy()
-        self._published = match.num_tokens
-        self.cached_by_tier = _cut(coverage, match.num_tokens)
-        return match
-
-    def _worth_taking(self, packed: Tokens, match: Match) -> Match:
-        """The beginning of a match that is not slower to load than to compute."""
-        cache = self.cache
-        taken = cache.decide(self.namespace, len(packed), cache.coverage(match)).taken_tokens
-        if taken == match.num_tokens:
-            return match
-        cache.counters.tokens_left += match.num_tokens - taken
-        return cache.tree.match(self.namespace, packed[:taken], published=False)
-
-    def _half_way_to(self, deadline: float) -> float:
-        now = self.cache.clock.monotonic()
-        return now + (deadline - now) / 2
-
-    def _patience_until(self, deadline: float) -> float:
-        """For how long one page is waited for, which may be on a disk that does not answer."""
-        return min(self._half_way_to(deadline), self.cache.clock.monotonic() + PATIENCE_S)
-
-    def _without_nvme(self, packed: Tokens) -> Match:
-        """Let the lease end before the first page that is on NVMe alone, which does not give its pages now."""
-        cache, kept = self.cache, list[Node]()
-        for node in cache.path(self._lease):
-            if cache.fastest(node) == NVME:
-                break
-            kept.append(node)
-        assert self._lease is not None
-        if kept:
-            cache.tree.move_lease(self._lease, kept[-1], cache.clock.monotonic())
-        else:
-            cache.release(self._lease)
-            self._lease = None
-        num_tokens = sum([node.num_pages for node in kept]) * cache.layout.page_size
-        return cache.tree.match(self.namespace, packed[:num_tokens], published=False)
-
-    async def _adopt(self, theirs: Match, packed: Tokens, deadline: float) -> None:
-        """Copy what another tenant has published, beyond what is there already, and publish the copies as own pages.
-
-        Ends early, without an error, where a page cannot be read back or room cannot be had. What was copied is leased.
-        """
-        cache, tree, page_size = self.cache, self.cache.tree, self.cache.layout.page_size
-        num_pages = theirs.num_tokens // page_size
-        now = cache.clock.monotonic()
-        reading = tree.lease(theirs, owner=self.owner, deadline=None, now=now)
-        try:
-            if reading.node is not None:
-                tree.touch(reading.node, now, reader=self.namespace)
-            own = tree.match(self.namespace, packed[: theirs.num_tokens], published=False)
-            if own.num_tokens:
-                self._lease = tree.lease(own, owner=self.owner, deadline=None, now=now)
-                self._chain = tree.identities(self._node)[-1].chain
-            done = own.num_tokens // page_size
-            most = max(1, min(ADOPT_PAGES, cache.tiers[DEVICE].capacity_pages // 4))
-            while done < num_pages:
-                slots = await self._copies_of(reading, done, min(most, num_pages - done), deadline)
-                # What has been taken back meanwhile, or lost its beginning, is not published under another name.
-                good = reading.node is not None and reading.node.is_published and self._num_leased() == done
-                if not len(slots) or not good or self._insert(
-                    packed[: (done + len(slots)) * page_size], slots, done
-                ) is None:
-                    cache.free({DEVICE: slots})
-                    break
-                done += len(slots)
-                cache.counters.pages_adopted += len(slots)
-        finally:
-            cache.release(reading)
-
-    async def _copies_of(self, reading: Lease, first_page: int, num_pages: int, deadline: float) -> Slots:
-        """Device pages with copies of leased ones; as many as could be had, from the first on."""
-        cache = self.cache
-        try:
-            slots = await cache.allocate(DEVICE, num_pages, deadline=deadline)
-        except (NoRoom, TierUnavailable, DeadlineExceeded):
-            return np.empty(0, np.int32)
-        copied = 0
-        try:
-            while copied < num_pages and (found := self._find_page(reading, first_page + copied)) is not None:
-                if not await cache.copy_page(*found, int(slots[copied]), deadline=self._patience_until(deadline)):
-                    break
-                copied += 1
-        except DeadlineExceeded:
-            pass
-        except BaseException:
-            copied = 0
-            raise
-        finally:
-            cache.free({DEVICE: slots[copied:]})
-        return slots[:copied]
-
-    def _find_page(self, lease: Lease, page: int) -> tuple[Node, int] | None:
-        """Where a page of a leased prefix is: its node and its index there. None when it was damaged and forgotten."""
-        for node in self.cache.path(lease):
-            if page < node.num_pages:
-                return node, page
-            page -= node.num_pages
-        return None
-
-    async def _take_partial(self, packed: Tokens, found: Match, deadline: float) -> None:
-        """Copy the page that shares some tokens beyond the last whole page into a private one."""
-        cache = self.cache
-        match = cache.tree.match(self.namespace, packed[:-1])
-        if match.partial is None or match.num_tokens != found.num_tokens:
-            return
-        partial, tier_id, copied, slots = match.partial, DEVICE, False, np.empty(0, np.int32)
-        try:
-            # Without waiting for others: part of a page is not worth it.
-            slots = await cache.allocate(DEVICE, 1, deadline=deadline, wait=False)
-            # Room may have cost the page itself; what was matched is looked up again.
-            match = cache.tree.match(self.namespace, packed[:-1])
-            if match.partial is not None and match.num_tokens == found.num_tokens:
-                partial = match.partial
-                tier_id = cache.fastest(partial.node)
-                copied = await cache.copy_page(partial.node, partial.page, int(slots[0]), deadline=deadline)
-        except (NoRoom, TierUnavailable, DeadlineExceeded):
-            return
-        finally:
-            if not copied:
-                cache.free({DEVICE: slots})
-        if not copied:
-            return
-        self._tail = PrivatePage(int(slots[0]))
-        self._tokens = packed[: found.num_tokens + partial.num_tokens].copy()
-        self.cached_by_tier[tier_id] = self.cached_by_tier.get(tier_id, 0) + partial.num_tokens
-
-    def _count(self, num_asked: int) -> None:
-        counters = self.cache.counters
-        counters.lookups += 1
-        counters.hits += self.length > 0
-        counters.tokens_asked += num_asked
-        for tier_id, num_tokens in self.cached_by_tier.items():
-            counters.tokens_by_tier[tier_id] = counters.tokens_by_tier.get(tier_id, 0) + num_tokens
-
-    @property
-    def _node(self) -> Node:
-        node = self._lease.node if self._lease is not None else None
-        assert node is not None, "nothing is leased"
-        return node
-
     # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether more of the prompt may be found than `length` says: it is being loaded while the engine computes."""
+        return self._both_ends is not None
+
+    async def next_step(self, max_tokens: int, *, deadline: float) -> int:
+        """How many tokens the next step computes, from `length` on: at most `max_tokens`, fewer while cached pages are
+        on their way to what follows.
+
+        For sequences that were opened with `chunk_tokens`, before each step; others are told `max_tokens`. `length` may
+        have grown by then, as what was loaded has joined it. Waits for pages on their way where that is faster than to
+        compute them, at most as long as computing them would take, and until `deadline`.
+
+        Raises `BadRequest` (a `max_tokens` below 1, a step under way), `DeadlineExceeded`, `Closed`.
+        """
+        self._require_open()
+        self._require_idle("how far to go is asked between steps")
+        max_tokens = whole("max_tokens", max_tokens, 1)
+        cache, page_size = self.cache, self.cache.layout.page_size
+        self._beginning = True
+        try:
+            while self._both_ends is not None:
+                self._join()
+                if self._both_ends is None:
+                    if path := cache.path(self._lease):
+                        cache.writing_through.used(path[-1])
+                    await self._take_partial(deadline)
+                    break
+                step = self._both_ends.next_compute()
+                if isinstance(step, PageRange):
+                    return min(max_tokens, step.stop * page_size - self.length)
+                if (left := deadline - cache.clock.monotonic()) <= 0:
+                    raise DeadlineExceeded("what was to be loaded did not come before the deadline")
+                await self._both_ends.wait(min(step, left))
+                self._require_open()
+            self._require_open()
+        finally:
+            self._beginning = False
+        return max_tokens
+
+    async def load_rest(self, *, deadline: float) -> None:
+        """Compute nothing of what is found: wait until it is loaded, as if the sequence had been opened without
+        `chunk_tokens`. For an engine that turns out not to ask `next_step`. After a step has been taken, what has not
+        joined yet is given up instead. Raises as `next_step` and `open` do.
+        """
+        self._require_open()
+        self._require_idle("what is found is loaded between steps")
+        if self._both_ends is None:
+            return
+        found = self._prompt[: self._both_ends.num_pages * self.cache.layout.page_size]
+        self._stop_loading()
+        if sum(self.cached_by_tier.values()) < self.length:
+            return
+        self._beginning = True
+        try:
+            if self._lease is not None:
+                self.cache.release(self._lease)
+                self._lease = None
+            await self._promote(self.cache.tree.match(self.namespace, found, published=False), deadline)
+            self._require_open()
+            await self._take_partial(deadline)
+        finally:
+            self._beginning = False
 
     async def begin(self, tokens: npt.ArrayLike, *, deadline: float) -> StepPlan:
         """Make pages ready for the next `tokens` and pin everything before them where it is.
@@ -351,6 +174,10 @@ class Sequence:
         packed = pack_tokens(tokens).copy()
         if not len(packed):
             raise BadRequest("tokens", "is empty; a step needs at least one token")
+        page_size = self.cache.layout.page_size
+        if self._both_ends is not None and self.length + len(packed) > self._both_ends.limit * page_size:
+            # The engine goes further than it was told: what it computes need not be loaded.
+            self._stop_loading()
         self._beginning = True
         try:
             self._step = await self._plan(packed, deadline)
@@ -397,9 +224,6 @@ class Sequence:
         """Whether published pages were forgotten because their last copy was damaged, which no lease prevents."""
         return self._num_leased() * self.cache.layout.page_size != self._published
 
-    def _num_leased(self) -> int:
-        return sum(node.num_pages for node in self.cache.path(self._lease))
-
     def _require_open(self) -> None:
         if self._closed:
             raise Closed("the sequence is closed")
@@ -436,6 +260,8 @@ class Sequence:
         self._tail = pages[num_whole] if len(pages) > num_whole else None
         self._private = pages[:num_whole]
         self._publish()
+        if self._both_ends is not None:
+            self._both_ends.computed(self.length // page_size, cache.clock.monotonic() - self._step_began)
         if self.length >= self._num_asked:
             self._tell_use()
 
@@ -463,27 +289,6 @@ class Sequence:
         counters.pages_published += len(pages) - len(inserted.duplicates)
         counters.pages_duplicate += len(inserted.duplicates)
 
-    def _insert(self, tokens: Tokens, slots: Slots, first_page: int) -> Inserted | None:
-        """Insert device pages into the tree and let the lease end where they do; None when its metadata has no room."""
-        cache, tree = self.cache, self.cache.tree
-        now = cache.clock.monotonic()
-        try:
-            inserted = tree.insert(
-                self.namespace, tokens, tier=DEVICE, slots=slots, first_page=first_page, now=now
-            )
-        except NoRoom:
-            return None
-        self._declare(tokens, slots, first_page)
-        if self._lease is None:
-            self._lease = tree.lease(inserted.node, owner=self.owner, deadline=None, now=now)
-        else:
-            tree.move_lease(self._lease, inserted.node, now)
-        cache.counters.metadata_dropped_pages += inserted.num_dropped
-        cache.writing_through.published(inserted.node)
-        cache.free(inserted.freed)
-        cache.free({DEVICE: inserted.duplicates})
-        return inserted
-
     def abort(self, plan: StepPlan) -> None:
         """The step failed: forget its tokens and give its fresh pages back. Does not wait."""
         self._end(plan)
@@ -507,19 +312,6 @@ class Sequence:
             raise BadRequest("step", "is not the step under way of this sequence")
         self._step = None
         self.cache.unpin(plan.pins)
-
-    def _declare(self, tokens: Tokens, slots: Slots, first_page: int) -> None:
-        """Tell the device tier which pages its slots hold now, and move the chain digest past them."""
-        cache = self.cache
-        device, generation = cache.device, cache.tiers[DEVICE].generation
-        page_size = cache.layout.page_size
-        namespace = self.namespace.digest
-        for index, slot in enumerate(slots):
-            start = (first_page + index) * page_size
-            packed = tokens[start : start + page_size].astype("<i4").tobytes()
-            identity = PageIdentity(namespace, self._chain, packed)
-            device.declare(int(slot), generation(int(slot)), identity)
-            self._chain = identity.chain
 
     async def _own_tail(self, deadline: float) -> None:
         """Copy on write: the tail page is written to next, so it must be nobody else's."""
@@ -588,6 +380,7 @@ class Sequence:
         if self._closed:
             return
         self._closed = True
+        self._stop_loading()
         if self._step is not None:
             self.abort(self._step)
         self._tell_use()
@@ -604,18 +397,3 @@ class Sequence:
             self._num_asked = 0
             self.cache.tell_use(self._lease)
 
-    def _drop(self, page: PrivatePage) -> None:
-        page.num_readers -= 1
-        if page.num_readers == 0:
-            self.cache.free({DEVICE: np.array([page.slot], np.int32)})
-
-
-def _cut(coverage: Coverage, num_tokens: int) -> dict[TierId, int]:
-    """`coverage.by_tier` of the first `num_tokens` tokens."""
-    by_tier: dict[TierId, int] = {}
-    for tier_id, run_tokens in coverage.runs:
-        take = min(run_tokens, num_tokens)
-        num_tokens -= take
-        if take:
-            by_tier[tier_id] = by_tier.get(tier_id, 0) + take
-    return by_tier
