@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from hicache.errors import BadRequest, TierUnavailable
+from hicache.layout import KVLayout
 from hicache.tiers.nvme.filling import (
     FILE_MODE,
     MANIFEST,
@@ -52,6 +53,7 @@ from hicache.tiers.nvme.io import (
 )
 from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, manifest_version
+from hicache.tiers.nvme.namespaces import other_layout
 from hicache.tiers.nvme.records import log_bytes
 from hicache.tiers.nvme.recovery import NO_LOG, Progress, holds_pages, nothing_recovered, recover
 
@@ -91,6 +93,7 @@ def open_directory(
     health: Health,
     progress: Progress,
     is_whole: bool = True,
+    layout: KVLayout | None = None,
     before_filling: Callable[[Room], None] = lambda _room: None,
 ) -> StoreDirectory:
     """Check and lock the directory, recover what it holds, and bring its files to the capacity. Blocks: for
@@ -98,9 +101,9 @@ def open_directory(
 
     A missing directory is made, with mode 0700, if its parent exists. Raises `TierUnavailable`, with one line that
     names the directory, when it is not ours alone to write, is in use by another instance, has an unknown format
-    version or pages of another shape, or cannot be opened; `BadRequest` for a capacity that is too small or beyond the
-    free space. Nothing has been created or altered then. Nor has it when `before_filling` raises, which is called when
-    everything has been checked.
+    version, pages of another shape or, with `layout`, of a namespace with another one, or cannot be opened;
+    `BadRequest` for a capacity that is too small or beyond the free space. Nothing has been created or altered then.
+    Nor has it when `before_filling` raises, which is called when everything has been checked.
     """
     plan = Geometry.plan(shape, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes)
     made = locked = False
@@ -128,6 +131,7 @@ def open_directory(
         opened.recovered = nothing_recovered(opened.geometry)
         if manifest is not None:
             _recover(files, opened, manifest, inventory, progress, is_whole=is_whole)
+            _check_layout(opened, tier, layout)
         elif found is not _Found.FORGETFUL and inventory.holds_anything:
             opened.recovered.damage.append(f"the manifest is {found.value}: the store starts cold")
             opened.recovered.clean = False
@@ -253,6 +257,19 @@ def _check_shape(directory: StoreDirectory, tier: str, manifest: Manifest, shape
             tier,
             f"{directory.path}: holds pages with codec {there.codec_text!r} in {there.room_bytes} bytes, not with "
             f"{shape.codec_text!r} in {shape.room_bytes} bytes; nothing was altered",
+        )
+
+
+def _check_layout(directory: StoreDirectory, tier: str, layout: KVLayout | None) -> None:
+    """Pages of another layout may have the same lengths. They are nobody's to drop who merely named the wrong
+    directory."""
+    recovered = directory.recovered
+    found = [recovered.namespaces[number] for number in np.unique(recovered.rows["namespace"]).tolist()]
+    if layout is not None and (difference := other_layout(found, layout)) is not None:
+        raise TierUnavailable(
+            tier,
+            f"{directory.path}: holds pages of another layout ({difference}); nothing was altered: name another "
+            "directory, or empty this one",
         )
 
 

@@ -2,8 +2,11 @@
 
 import hashlib
 from collections.abc import Collection, Iterable
+from dataclasses import fields
+from enum import Enum
 
 from hicache.errors import BadRequest, NoRoom
+from hicache.layout import KVLayout
 from hicache.namespace import MAX_RECORD_BYTES, Namespace
 from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.records import Record, decode_namespace, namespace_record
@@ -108,11 +111,33 @@ class Namespaces:
                 num_bytes -= dropped.num_bytes
 
 
+def other_layout(found: Iterable[tuple[bytes, bytes]], layout: KVLayout) -> str | None:
+    """How the layout of a namespace differs from `layout`, of the first that does; None if none does. `found` are
+    digests and records. A record that this version cannot read says nothing of its layout."""
+    for digest, record in found:
+        namespace = _decoded(digest, record)
+        if namespace is not None and namespace.layout != layout:
+            names = [each.name for each in fields(layout)]
+            theirs, ours = ({name: getattr(of, name) for name in names} for of in (namespace.layout, layout))
+            differing = [name for name in names if theirs[name] != ours[name]]
+            return ", ".join(f"{name} {_shown(theirs[name])}, not {_shown(ours[name])}" for name in differing)
+    return None
+
+
+def _shown(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
 def _codec_in(kept: Record, digest: bytes) -> str | None:
     decoded = decode_namespace(memoryview(kept.body))
     assert decoded is not None, "a record of ours cannot be read"
+    namespace = _decoded(digest, decoded[2])
+    return None if namespace is None else namespace.codec
+
+
+def _decoded(digest: bytes, record: bytes) -> Namespace | None:
     try:
-        namespace = Namespace.decode(decoded[2])
+        namespace = Namespace.decode(record)
     except BadRequest:
         return None
-    return namespace.codec if namespace.digest == digest else None
+    return namespace if namespace.digest == digest else None

@@ -205,7 +205,8 @@ class NvmeTier:
         Args:
             directory: made with mode 0700 if missing; must be this user's own and writable by nobody else. Files in it
                 that are not the store's are left alone. Used by one instance at a time.
-            layout: what a page looks like; of a `KVLayout` all parts together.
+            layout: what a page looks like; of a `KVLayout` all parts together. A store that holds pages of a namespace
+                with another `KVLayout` is refused, also where those are as long.
             capacity_bytes: at most so much goes into segment files, `overhead_bytes` beside them. Another capacity than
                 before makes the store grow, or shrink: pages that lie beyond it are dropped.
             segment_bytes: at most so much in one file; by default 1/64 of the capacity, at least 256 MiB. A store
@@ -255,6 +256,7 @@ class NvmeTier:
             health=state,
             progress=progress,
             is_whole=is_whole,
+            layout=layout if isinstance(layout, KVLayout) else None,
             before_filling=before_filling,
         )
         try:
