@@ -153,7 +153,7 @@ def _check(
         if not tensor.is_contiguous():
             raise BadArgument(name, "is not contiguous")
         if tensor.device != pages.device and not (pages.device.type == "cuda" and tensor.is_pinned()):
-            raise BadArgument(name, f"is on {tensor.device}, expected {pages.device} or pinned memory of a CUDA machine")
+            raise BadArgument(name, f"is on {tensor.device}, expected {pages.device} or, on CUDA, pinned memory")
     check_page_ids("page_ids", page_ids, layer.shape[0], negative=False)
     check_page_ids("slot_ids", slot_ids, slots.shape[0], negative=False)
 

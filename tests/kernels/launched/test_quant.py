@@ -13,17 +13,18 @@ from tests.kernels.conversions import check_conversion
 from tests.kernels.launched.device import DEVICE
 
 
+def check_seeds(num_seeds: int, dtype: torch.dtype, stored: torch.dtype, **shape: int) -> None:
+    for seed in range(num_seeds):
+        check_conversion(Random(seed), dtype, stored, Path.TRITON, DEVICE, **shape)
+
+
 @pytest.mark.parametrize("stored", STORED_MAX, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("page_size", "num_kv_heads", "head_dim"), [(16, 3, 64), (1, 2, 128), (63, 1, 96)])
 def test_there_and_back(
     dtype: torch.dtype, stored: torch.dtype, page_size: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    for seed in range(2):
-        check_conversion(
-            Random(seed), dtype, stored, Path.TRITON, DEVICE, page_size=page_size, num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )  # fmt: skip
+    check_seeds(2, dtype, stored, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("stored", STORED_MAX, ids=str)
@@ -52,5 +53,5 @@ def test_what_the_interpreter_does_wrong_is_seen(monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(module, flag, False)
         with pytest.raises(AssertionError):
-            check_conversion(Random(1), torch.bfloat16, stored, Path.TRITON, DEVICE, **shape)
+            check_seeds(3, torch.bfloat16, stored, **shape)
         monkeypatch.undo()
