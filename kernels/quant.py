@@ -44,6 +44,8 @@ class KVLayers:
     """Each [num_pages, 2, page_size, H, D], float16, bfloat16 or float32; pages contiguous, any page stride."""
     offsets: torch.Tensor
     """int64 [num_layers], elements from the first layer to each, on the layers' device."""
+    alignment: int
+    """Elements, a power of two, of which every page's address is a multiple."""
 
     @classmethod
     def of(cls, layers: Sequence[torch.Tensor]) -> "KVLayers":
@@ -55,7 +57,8 @@ class KVLayers:
             if layer.dtype != layers[0].dtype:
                 raise BadArgument(f"layers[{i}]", f"is {layer.dtype}, layers[0] is {layers[0].dtype}")
         rows = LayerPages.of(layers)
-        return cls(tuple(layers), rows.offsets // layers[0].element_size())
+        itemsize = layers[0].element_size()
+        return cls(tuple(layers), rows.offsets // itemsize, max(1, rows.alignment // itemsize))
 
     @property
     def device(self) -> torch.device:
@@ -130,12 +133,14 @@ def quantized_reference(pages: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
     return stored * steps, scales
 
 
-def quantize_variant(page_size: int, head_dim: int) -> Variant:
-    """The form in which the kernels are compiled: a program converts one head of one plane of one layer of one page."""
-    block = next_power_of_2(page_size) * next_power_of_2(head_dim)
+def quantize_variant(page_size: int, head_dim: int, alignment: int) -> Variant:
+    """The form in which the kernels are compiled: a program converts one head of one plane of one layer of one page.
+
+    alignment: elements of which the addresses of pages are multiples."""
+    rows, columns = next_power_of_2(page_size), next_power_of_2(head_dim)
     return Variant(
-        {"PAGE": page_size, "D": head_dim, "BP": next_power_of_2(page_size), "BD": next_power_of_2(head_dim)},
-        num_warps=max(1, min(8, block // 512)),
+        {"ALIGN": alignment, "PAGE": page_size, "D": head_dim, "BP": rows, "BD": columns},
+        num_warps=max(1, min(8, rows * columns // 512)),
         num_stages=1,
     )
 
@@ -186,7 +191,7 @@ def _launch(
     _, _, page_size, num_kv_heads, head_dim = layer.shape
     if not page_ids.shape[0]:
         return
-    variant = quantize_variant(page_size, head_dim)
+    variant = quantize_variant(page_size, head_dim, pages.alignment)
     kernel = _gather_quantized_kernel if to_slots else _scatter_quantized_kernel
     arguments: dict[str, float | bool]
     if to_slots:
@@ -214,7 +219,7 @@ def _launch(
 def _places(
     p_offsets: tl.tensor, p_page_ids: tl.tensor, p_slot_ids: tl.tensor, num_kv_heads: tl.tensor,
     stride_page: tl.tensor,
-    PAGE: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    ALIGN: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ) -> tl.tuple:
     """Where the elements of this program are in the pages and in the slots, its scale, and which elements exist."""
     i_layer = tl.program_id(1).to(tl.int64)
@@ -225,7 +230,8 @@ def _places(
     o_d = tl.arange(0, BD)
     m_td = (o_t < PAGE)[:, None] & (o_d < D)[None, :]
     o_td = ((plane * PAGE + o_t) * num_kv_heads + head)[:, None] * D + o_d[None, :]
-    o_page = tl.load(p_offsets + i_layer) + page * stride_page
+    # The wrapper knows how offsets from a table are aligned; the compiler would not, and load single words.
+    o_page = tl.multiple_of(tl.load(p_offsets + i_layer) + page * stride_page, ALIGN)
     o_group = (slot * tl.num_programs(1) + i_layer) * 2
     o_slot = o_group * PAGE * num_kv_heads * D
     return o_page + o_td, o_slot + o_td, o_group * num_kv_heads + tl.program_id(2), m_td
@@ -237,10 +243,10 @@ def _gather_quantized_kernel(
     p_scales: tl.tensor, num_kv_heads: tl.tensor,
     stride_page: tl.tensor,
     STORED_MAX: tl.constexpr, ROUND: tl.constexpr, EMULATE_FLOAT8: tl.constexpr,
-    PAGE: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    ALIGN: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ) -> None:
     o_page, o_slot, o_scale, m_td = _places(
-        p_offsets, p_page_ids, p_slot_ids, num_kv_heads, stride_page, PAGE, D, BP, BD
+        p_offsets, p_page_ids, p_slot_ids, num_kv_heads, stride_page, ALIGN, PAGE, D, BP, BD
     )
     b_x = tl.load(p_pages + o_page, mask=m_td, other=0.0).to(tl.float32)
     # Counted, because a maximum may pass over a NaN.
@@ -267,10 +273,11 @@ def _scatter_quantized_kernel(
     p_pages: tl.tensor, p_offsets: tl.tensor, p_page_ids: tl.tensor, p_slots: tl.tensor, p_slot_ids: tl.tensor,
     p_scales: tl.tensor, num_kv_heads: tl.tensor,
     stride_page: tl.tensor,
-    PAGE: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, EMULATE_BFLOAT16: tl.constexpr,
+    ALIGN: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    EMULATE_BFLOAT16: tl.constexpr,
 ) -> None:
     o_page, o_slot, o_scale, m_td = _places(
-        p_offsets, p_page_ids, p_slot_ids, num_kv_heads, stride_page, PAGE, D, BP, BD
+        p_offsets, p_page_ids, p_slot_ids, num_kv_heads, stride_page, ALIGN, PAGE, D, BP, BD
     )
     b_x = tl.load(p_slots + o_slot, mask=m_td, other=0.0).to(tl.float32) * tl.load(p_scales + o_scale)
     tl.store(p_pages + o_page, narrow(b_x, p_pages.dtype.element_ty, EMULATE_BFLOAT16), mask=m_td)
