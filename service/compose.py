@@ -283,28 +283,45 @@ class HiCache:
 
         return self._call(match())
 
-    def explain(self, namespace: Namespace, tokens: npt.ArrayLike) -> Decision:
+    def explain(
+        self, namespace: Namespace, tokens: npt.ArrayLike, *, chunk_tokens: int | None = None
+    ) -> Decision:
         """What a request for `tokens` (1-D, int32 ids) would take from the cache now, what it would compute although it
-        is cached, and why, with the seconds predicted for either. Changes nothing. Raises `BadRequest`, `Closed`."""
+        is cached, and why, with the seconds predicted for either; `chunk_tokens` as `sequence` takes it. Changes
+        nothing. Raises `BadRequest`, `Closed`."""
         cache = self._built.cache
 
         async def explain() -> Decision:
-            return cache.explain(namespace, tokens)
+            return cache.explain(namespace, tokens, chunk_tokens=chunk_tokens)
 
         return self._call(explain())
 
     def sequence(
-        self, namespace: Namespace, tokens: npt.ArrayLike, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        namespace: Namespace,
+        tokens: npt.ArrayLike,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        chunk_tokens: int | None = None,
     ) -> "Sequence":
         """Begin a request for the prompt `tokens` (1-D, int32 ids, at least one).
 
         What is cached of it, at most `len(tokens) - 1` tokens, is leased and brought to the device as far as it fits.
 
+        With `chunk_tokens`, the engine computes at most so many tokens in one step, and asks `Sequence.next_step`
+        before each: where that is faster, it is asked to compute what is cached from the front while the rest is loaded
+        from the back. That needs a cache that knows what computing costs (`open`, `prefill`).
+
         Raises `BadRequest`, `DeadlineExceeded` after `timeout_s` seconds, `Closed`.
         """
         owner = f"embedded-{next(self._owners)}"
         opening = core.Sequence.open(
-            self._built.cache, namespace, tokens, owner=owner, deadline=self._deadline(timeout_s)
+            self._built.cache,
+            namespace,
+            tokens,
+            owner=owner,
+            deadline=self._deadline(timeout_s),
+            chunk_tokens=chunk_tokens,
         )
         return Sequence(self, self._call(opening, timeout_s=timeout_s, undo=core.Sequence.close))
 
@@ -459,15 +476,49 @@ class Sequence:
     def __init__(self, cache: HiCache, running: core.Sequence) -> None:
         self._cache: Final = cache
         self._core: Final = running
-        self.num_cached: Final = running.length
-        """Tokens found in the cache when the request began: they need not be computed."""
-        self.cached_by_tier: Final = dict(running.cached_by_tier)
-        """`num_cached` by the fastest tier that had them."""
+        self._began_with: Final = running.length - sum(running.cached_by_tier.values())
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens found in the cache, or shared with the request that it is a fork of: they need not be computed. Grows
+        while `is_loading`."""
+        return self._began_with + sum(self._core.cached_by_tier.values())
+
+    @property
+    def cached_by_tier(self) -> dict[TierId, int]:
+        """`num_cached` by the fastest tier that had them when the request began."""
+        return dict(self._core.cached_by_tier)
 
     @property
     def length(self) -> int:
         """Tokens whose KV is there now."""
         return self._core.length
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether more of the prompt may be found than `length` says: it is being loaded while the engine computes."""
+        return self._core.is_loading
+
+    def next_step(self, max_tokens: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """How many tokens the next step computes, from `length` on, which may have grown by then: at most `max_tokens`,
+        fewer while pages are on their way to what follows. For a request that was begun with `chunk_tokens`, while
+        `is_loading`. Waits where waiting is faster than computing what is on its way.
+
+        Raises `BadRequest`, `DeadlineExceeded` after `timeout_s` seconds, `Closed`.
+        """
+        if not self.is_loading:
+            return max_tokens
+        cache = self._cache
+        step = self._core.next_step(max_tokens, deadline=cache._deadline(timeout_s))
+        return cache._call(step, timeout_s=timeout_s)
+
+    def load_rest(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until what is found has been loaded, as if the request had been begun without `chunk_tokens`: for an
+        engine that will not ask `next_step`. Once a step has been taken, what has not come yet is computed instead.
+        Raises as `next_step` does."""
+        if self.is_loading:
+            cache = self._cache
+            cache._call(self._core.load_rest(deadline=cache._deadline(timeout_s)), timeout_s=timeout_s)
 
     def step(self, tokens: npt.ArrayLike, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Step":
         """A step for the next `tokens` (1-D, int32 ids): pages for their KV, and everything before them pinned.

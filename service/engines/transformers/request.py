@@ -95,12 +95,10 @@ class Request:
         self._tokens = tokens
         self._timeout_s = timeout_s
         began = time.perf_counter()
-        self._sequence = engine.cache.sequence(namespace, tokens, timeout_s=timeout_s)
+        self._sequence = self._opened_with = engine.cache.sequence(
+            namespace, tokens, timeout_s=timeout_s, chunk_tokens=engine.chunk_size
+        )
         self._spent_s = time.perf_counter() - began
-        self.cached: Final = self._sequence.num_cached
-        """Tokens of the prompt that were found when the request was opened; always fewer than the prompt has."""
-        self.cached_by_tier: Final[Mapping[TierId, int]] = self._sequence.cached_by_tier
-        """Where they were found."""
         self.num_lost = 0
         """Those of them that turned out damaged when they were read, and were recomputed."""
         self._forward: ForwardPass | None = None
@@ -108,8 +106,26 @@ class Request:
         self._last_logits: torch.Tensor | None = None
         self._keep_logits = False
         self._closed = False
-        self.cache: Final = RequestCache(self)
-        """What stands for this request in transformers: `model.generate(ids, cache=request.cache)`."""
+        self._cache: Final = RequestCache(self)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were found when the request was opened, and need no compute; always fewer than the
+        prompt has. Where the cache loads from the back while the model computes, it grows until the prompt is there."""
+        return self._opened_with.num_cached
+
+    @property
+    def cached_by_tier(self) -> Mapping[TierId, int]:
+        """Where they were found."""
+        return self._opened_with.cached_by_tier
+
+    @property
+    def cache(self) -> "RequestCache":
+        """What stands for this request in transformers: `model.generate(ids, cache=request.cache)`. Who asks for it
+        drives the model himself, so what is still being loaded is waited for."""
+        if not self._closed:
+            self._sequence.load_rest(timeout_s=self._timeout_s)
+        return self._cache
 
     @property
     def tokens(self) -> Tokens:
@@ -192,7 +208,7 @@ class Request:
                 ids,
                 # As long as the ids: only then does transformers drop the cached prefix from them.
                 attention_mask=torch.ones_like(ids),
-                cache=self.cache,
+                cache=self._cache,
                 max_new_tokens=max_new_tokens - done,
                 min_new_tokens=None if min_new_tokens is None else max(0, min_new_tokens - done),
                 streamer=watch,
@@ -327,11 +343,14 @@ class Request:
         page_size = self.engine.layout.page_size
         logits: torch.Tensor | None = None
         with torch.no_grad():
-            while self.num_pending > leave:
-                start, end = self.length, self.length + chunk_size
+            while self.num_pending > leave or self._sequence.is_loading:
+                num_tokens = self._sequence.next_step(chunk_size, timeout_s=self._timeout_s)
+                if self.num_pending <= leave and not self._sequence.is_loading:
+                    break
+                start, end = self.length, self.length + num_tokens
                 border = end // page_size * page_size
                 ids = self._ids(start, border if start < border and end < len(self._tokens) else end)
-                output = self.engine.model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+                output = self.engine.model(input_ids=ids, cache=self._cache, use_cache=True, logits_to_keep=1)
                 logits = output.logits[0, -1]
         return logits
 
