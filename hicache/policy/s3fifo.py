@@ -10,7 +10,6 @@ from hicache.errors import BadRequest
 from hicache.node import Box, Node
 from hicache.policy.base import Use
 from hicache.policy.history import History
-from hicache.policy.ordered import Ordered
 
 SMALL_SHARE: Final = 0.1
 """Default share of the tier for what is new."""
@@ -25,7 +24,8 @@ class _Place(Enum):
     CHOSEN = "chosen"
     """Taken from the head of one of the two: next to leave."""
     ASIDE = "aside"
-    """Its turn to leave came while it might not. It takes a place in the main queue again once it may."""
+    """Its turn to leave came while it might not. It comes again as soon as it may: the rounds that it would have gone
+    meanwhile have taken its uses."""
 
 
 @dataclass(slots=True)
@@ -35,8 +35,6 @@ class _Entry:
     in_main: bool
     """Whether it has moved on to the main queue."""
     place: _Place = _Place.ASIDE
-    turn: int = 0
-    """Of the main queue, when it was put aside."""
     frequency: int = 0
     listed: bool = False
     fresh: bool = True
@@ -61,9 +59,8 @@ class S3FifoPolicy:
         self._small_pages = 0
         self._entries: dict[Box, _Entry] = {}
         self._small: OrderedDict[Box, None] = OrderedDict()
-        self._main = Ordered()  # by turns, which count up
+        self._main: OrderedDict[Box, None] = OrderedDict()
         self._chosen: OrderedDict[Box, None] = OrderedDict()
-        self._turn = 0
         self._num_listed = 0
         self._ghosts: History[bool] = History(capacity_pages)
 
@@ -85,11 +82,9 @@ class S3FifoPolicy:
         entry.listed = True
         self._num_listed += 1
         if entry.place is _Place.ASIDE:
-            # Where it would stand now if it had gone to the end of the queue round after round.
-            head = self._main.first_key() if len(self._main) else self._turn
-            round_turns = self._turn - head + 1
-            entry.in_main, entry.place = True, _Place.MAIN
-            self._main.place(node, head + (entry.turn - head) % round_turns)
+            entry.in_main, entry.frequency = True, 0
+            self._enqueue(node, entry)
+            self._main.move_to_end(node.box, last=False)
 
     def discard(self, node: Node) -> None:
         self._num_listed -= 1
@@ -97,7 +92,7 @@ class S3FifoPolicy:
         if entry is not None:
             entry.listed = False
             if entry.place is _Place.CHOSEN:
-                self._put_aside(node, entry)
+                self._dequeue(node, entry)
 
     def touch(self, node: Node, now: float) -> None:
         pass  # `used` tells it
@@ -154,8 +149,8 @@ class S3FifoPolicy:
         from the small queue to the main one, or puts it aside until it may leave: they cost no more than those events.
         """
         while True:
-            is_small = bool(self._small) and (self._small_pages > self._small_max or not len(self._main))
-            node = next(iter(self._small))[0] if is_small else next(iter(self._main))
+            is_small = bool(self._small) and (self._small_pages > self._small_max or not self._main)
+            (node,) = next(iter(self._small if is_small else self._main))
             entry = self._entries[node.box]
             if entry.listed and not entry.frequency:
                 self._dequeue(node, entry)
@@ -169,30 +164,26 @@ class S3FifoPolicy:
                 entry.frequency -= 1
                 self._enqueue(node, entry)
             else:
-                self._put_aside(node, entry)
-
-    def _put_aside(self, node: Node, entry: _Entry) -> None:
-        self._dequeue(node, entry)
-        entry.turn = self._turn
+                self._dequeue(node, entry)
 
     def _enqueue(self, node: Node, entry: _Entry) -> None:
         """Put a node at the end of its queue, wherever it stood before."""
         self._dequeue(node, entry)
         if entry.in_main:
             entry.place = _Place.MAIN
-            self._turn += 1
-            self._main.place(node, self._turn)
+            self._main[node.box] = None
         else:
             entry.place = _Place.SMALL
             self._small[node.box] = None
             self._small_pages += node.num_pages
 
     def _dequeue(self, node: Node, entry: _Entry) -> None:
+        """Take a node from where it stands, and put it aside."""
         if entry.place is _Place.SMALL:
             del self._small[node.box]
             self._small_pages -= node.num_pages
         elif entry.place is _Place.MAIN:
-            self._main.remove(node)
+            del self._main[node.box]
         elif entry.place is _Place.CHOSEN:
             del self._chosen[node.box]
         entry.place = _Place.ASIDE

@@ -74,7 +74,7 @@ def check_counts(policy: EvictionPolicy, in_tier: Mapping[Node, int]) -> None:
     elif isinstance(policy, S3FifoPolicy):
         assert set(policy._entries) == set(pages), "it knows other nodes than the tier has"
         assert policy._small_pages == sum([pages[box] for box in policy._small]), "new pages are miscounted"
-        standing = {"small": policy._small, "main": {node.box for node in policy._main}, "chosen": policy._chosen}
+        standing = {"small": policy._small, "main": policy._main, "chosen": policy._chosen}
         for box, entry in policy._entries.items():
             places = [name for name, boxes in standing.items() if box in boxes]
             assert places == [entry.place.value] * (entry.place.value in standing), "a node stands in another queue"
