@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.kernels import attend as attend_module
+from hicache.kernels import attend_torch
 from hicache.kernels.attend import PagedPart, attend
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.launch import Path
@@ -68,8 +68,8 @@ def test_any_split_over_memories_equals_the_whole(
     value = tensor(random, num_new, num_kv_heads, head_dim, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         # A small buffer is filled and attended to many times, and cuts parts anywhere.
-        patch.setattr(attend_module, "SCRATCH_BYTES", scratch_tokens * 2 * num_kv_heads * head_dim * 4)
-        patch.setattr(attend_module, "_NARROW_BYTES", scratch_tokens * num_kv_heads * head_dim)
+        patch.setattr(attend_torch, "SCRATCH_BYTES", scratch_tokens * 2 * num_kv_heads * head_dim * 4)
+        patch.setattr(attend_torch, "_NARROW_BYTES", scratch_tokens * num_kv_heads * head_dim)
         run(context, query, key, value)
 
 
@@ -235,7 +235,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 
 def test_a_context_far_beyond_the_buffer_needs_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages named over and over, many times what the buffer holds; the result is that of one page."""
-    monkeypatch.setattr(attend_module, "_scratch", attend_module._Scratch())
+    monkeypatch.setattr(attend_torch, "_scratch", attend_torch._Scratch())
     random = Random(0)
     pages = tensor(random, 4, 2, 16, 1, 64, dtype=torch.float32)
     pages[1:] = pages[0]
@@ -244,7 +244,7 @@ def test_a_context_far_beyond_the_buffer_needs_no_more_memory(monkeypatch: pytes
     table = torch.arange(4, dtype=torch.int32).repeat(1200)
     output, lse = attend(query, [PagedPart(pages, table, table.numel() * 16)], key=none, value=none, scale=0.125)
     expected = attend(query, [PagedPart(pages, table[:1], 16)], key=none, value=none, scale=0.125)
-    assert attend_module._scratch._buffer.numel() <= attend_module.SCRATCH_BYTES
+    assert attend_torch._scratch._buffer.numel() <= attend_torch.SCRATCH_BYTES
     torch.testing.assert_close(output, expected.output, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected.lse + torch.tensor(4800.0).log())
 

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.kernels import attend as attend_module
+from hicache.kernels import attend_triton
 from hicache.kernels.attend import PagedPart, attend
-from hicache.kernels.checks import PageShape
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.launch import Path
 from hicache.kernels.state import AttentionState
@@ -79,7 +78,7 @@ def test_more_parts_than_states_are_collected(num_new: int) -> None:
         torch.cat([piece.value for piece in pieces]),
         [part for piece in pieces for part in piece.parts],
     )
-    assert len(context.parts) > 2 * attend_module._STATES_MAX
+    assert len(context.parts) > 2 * attend_triton._STATES_MAX
     query = tensor(random, num_new, 4, 64, dtype=torch.float32)
     key, value = (tensor(random, num_new, 2, 64, dtype=torch.float32) for _ in range(2))
     run(context, query, key, value)
@@ -123,19 +122,6 @@ def test_a_part_is_used_up_when_the_next_is_asked_for(num_new: int) -> None:
     keys, values = (torch.cat([part[slot, plane] for part in pages for slot in (1, 0)]) for plane in (0, 1))
     keys, values = torch.cat([keys, key]), torch.cat([values, value])
     assert_close(AttentionState(output.cpu(), lse.cpu()), query, keys, values, causal(96, num_new), 0.125)
-
-
-def test_parts_elsewhere_are_staged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a device that holds no data, so that the staging is seen on any machine: bounded pieces, and every token."""
-    monkeypatch.setattr(attend_module, "SCRATCH_BYTES", 3 * 2 * 16 * 2 * 64 * 4)
-    pages = torch.empty(20, 2, 16, 2, 64)
-    part = PagedPart(pages, torch.arange(8, dtype=torch.int32), 8 * 16 - 5)
-    shape = PageShape(20, 16, 2, 64)
-    pieces = list(attend_module._local_pieces(part, shape, torch.device("meta")))
-    assert [piece.num_tokens for piece in pieces] == [48, 48, 27]
-    assert [piece.pages.shape[0] for piece in pieces] == [3, 3, 2]
-    assert {piece.pages.device.type for piece in pieces} == {"meta"}
-    assert list(attend_module._local_pieces(part, shape, pages.device)) == [part]
 
 
 def test_float64_is_refused() -> None:

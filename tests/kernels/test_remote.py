@@ -1,0 +1,51 @@
+"""Pages in host memory: how they are shared out between the link and the CPU, and cut into pieces."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.kernels.parts import PagedPart
+from hicache.kernels.remote import RemoteSpeeds, num_streamed
+from hicache.kernels.streaming import pieces
+
+SPEEDS = st.builds(
+    RemoteSpeeds,
+    link_bytes_per_s=st.floats(1e9, 1e11),
+    host_bytes_per_s=st.floats(1e9, 1e12),
+    round_trip_s=st.floats(0.0, 1e-3),
+)
+
+
+def step_s(num_pages: int, streamed: int, page_bytes: int, speeds: RemoteSpeeds) -> float:
+    """How long a step takes that streams so many."""
+    left = num_pages - streamed
+    by_cpu = speeds.round_trip_s + left * page_bytes / speeds.host_bytes_per_s if left else 0.0
+    return max(streamed * page_bytes / speeds.link_bytes_per_s, by_cpu)
+
+
+@given(num_pages=st.integers(0, 300), page_bytes=st.sampled_from([4096, 65_536, 2 << 20]), speeds=SPEEDS)
+def test_no_other_share_is_faster_by_more_than_a_page(num_pages: int, page_bytes: int, speeds: RemoteSpeeds) -> None:
+    streamed = num_streamed(num_pages, page_bytes, speeds)
+    assert 0 <= streamed <= num_pages
+    best = min(step_s(num_pages, other, page_bytes, speeds) for other in range(num_pages + 1))
+    page_s = page_bytes / speeds.link_bytes_per_s
+    assert step_s(num_pages, streamed, page_bytes, speeds) <= (best + page_s) * (1 + 1e-9)
+
+
+def test_a_machine_of_the_size_we_think_of() -> None:
+    """An H200 on PCIe 5 beside a server CPU: five sixths of a long context stay with the CPU; of a short one nothing
+    is worth the way there and back."""
+    speeds = RemoteSpeeds(link_bytes_per_s=55e9, host_bytes_per_s=300e9, round_trip_s=50e-6)
+    assert num_streamed(8192, 65_536, speeds) == 1305
+    assert num_streamed(16, 65_536, speeds) == 16
+
+
+@given(num_tokens=st.integers(1, 200), pages_max=st.integers(1, 20))
+def test_pieces_are_bounded_and_hold_every_token(num_tokens: int, pages_max: int) -> None:
+    num_pages = -(-num_tokens // 16)
+    table = torch.arange(num_pages, dtype=torch.int32)
+    cut = list(pieces(PagedPart(torch.empty(num_pages, 2, 16, 1, 1), table, num_tokens), pages_max))
+    assert torch.equal(torch.cat([ids for ids, _ in cut]), table)
+    assert all(len(ids) <= pages_max for ids, _ in cut)
+    assert sum(count for _, count in cut) == num_tokens
+    assert all(count == len(ids) * 16 for ids, count in cut[:-1])
