@@ -85,6 +85,7 @@ class HostTier(MemoryTier):
         except BaseException:
             self._arena.close()
             raise
+        self._generations: Arena | None = None
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._arena.memory, np.uint8).reshape(num_pages, -1)
         self._stop = threading.Event()
         self._collapsing = threading.Thread(target=self._collapse, name=f"hicache-{tier_id}-collapse", daemon=True)
@@ -121,6 +122,21 @@ class HostTier(MemoryTier):
         Raises `TierUnavailable` once closed.
         """
         return self._arena.fd
+
+    def share_generations(self) -> int:
+        """The descriptor of a table that shows from now on how often each slot was freed: int64 `[capacity_pages]`,
+        sealed as the arena is. A slot's count rises before anything else is put there. Closed with the tier.
+
+        Whoever maps the arena copies a page and then compares: another count than when the page was named means that
+        the bytes may be another page's. Raises `TierUnavailable` when the memory cannot be had, or once closed.
+        """
+        if self._array is None:
+            raise TierUnavailable(self.tier_id, "is closed")
+        if self._generations is None:
+            table = Arena(TierId(f"{self.tier_id}-generations"), 8 * self.capacity_pages)
+            self._pool.keep_generations_in(np.frombuffer(table.memory, np.int64))
+            self._generations = table
+        return self._generations.fd
 
     def view(self, slot: int) -> memoryview:
         """The slot's bytes, writable, `page_bytes` long. Raises `TierUnavailable` once closed."""
@@ -178,6 +194,8 @@ class HostTier(MemoryTier):
     def _release(self) -> None:
         self._array = None
         self._arena.close()
+        if self._generations is not None:
+            self._generations.close()
 
     def _start_collapsing(self) -> None:
         try:

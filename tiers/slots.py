@@ -90,6 +90,11 @@ class SlotPool:
         """How often each of the slots has been freed."""
         return self._generation[slots]
 
+    def keep_generations_in(self, memory: npt.NDArray[np.int64]) -> None:
+        """Move the generations of all slots to `memory`, int64 `[capacity]`, where others may read them from now on."""
+        memory[:] = self._generation
+        self._generation = memory
+
     def is_allocated(self, slot: int) -> bool:
         """Whether `slot` is handed out now. Raises `BadRequest` for a slot that does not exist."""
         if not 0 <= slot < self.capacity:

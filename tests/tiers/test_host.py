@@ -1,6 +1,9 @@
 """The host tier: the contract, the ways to see its slots, and what becomes of it on a machine that gives less."""
 
+import asyncio
 import logging
+import mmap
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -265,3 +268,28 @@ def test_a_tier_that_cannot_be_pinned_says_so_once_and_works(caplog: pytest.LogC
 
     with caplog.at_level(logging.WARNING, logger="hicache.tiers.host"):
         run(main())
+
+
+def test_generations_can_be_read_through_their_descriptor() -> None:
+    """Another process maps the table and sees each slot's count rise when the slot is given back, and nothing else."""
+    tier = HostTier(page_bytes=4096, capacity_pages=3, huge_pages=False)
+    try:
+        tier.free(tier.allocate(2))
+        fd = tier.share_generations()
+        assert tier.share_generations() == fd
+        with mmap.mmap(fd, 3 * 8, mmap.MAP_SHARED, mmap.PROT_READ) as table:
+
+            def shown() -> list[int]:
+                return list(struct.unpack("<3q", table[:]))
+
+            assert shown() == [tier.generation(slot) for slot in range(3)] == [1, 1, 0]
+            slots = tier.allocate(3)
+            assert shown() == [1, 1, 0]
+            tier.free(slots[1:])
+            assert shown() == [tier.generation(slot) for slot in range(3)] == [1, 2, 1]
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 3 * 8, mmap.MAP_SHARED)
+    finally:
+        asyncio.run(tier.close())
+    with pytest.raises(TierUnavailable):
+        tier.share_generations()
