@@ -23,7 +23,8 @@ call of the copy engine each, which leaves the multiprocessors to attention."""
 def pieces(part: PagedPart, pages_max: int) -> Iterator[tuple[torch.Tensor, int]]:
     """The part's page ids, at most `pages_max` at a time, with the tokens that those pages hold."""
     page_size, left = part.pages.shape[2], part.num_tokens
-    for ids in part.block_table.split(pages_max):
+    for start in range(0, part.block_table.shape[0], pages_max):
+        ids = part.block_table[start : start + pages_max]
         num_tokens = min(left, ids.shape[0] * page_size)
         left -= num_tokens
         yield ids, num_tokens

@@ -14,7 +14,8 @@ from torch import Tensor
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.layout import AttentionKind, KVLayout, PageOrder
 from hicache.tier import DEVICE, Outcome, PageRead, PageWrite, TierId
-from hicache.tiers.device_copy import CpuCopier, PageCopier, cuda_copier
+from hicache.tiers.device_copy import CpuCopier, PageCopier
+from hicache.tiers.device_ways import cuda_copier
 from hicache.tiers.memory import MemoryTier, capacity_in_pages
 from hicache.tiers.memory_limits import available_bytes
 

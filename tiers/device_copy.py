@@ -119,17 +119,17 @@ class StagedCopier:
     def __init__(self, pool: Tensor, inward: StagingQueue, outward: StagingQueue) -> None:
         from hicache.kernels import gather  # Triton, which pages in CPU memory need not load
 
-        self._kernels = gather
-        self._pool = pool
-        self._pages = gather.LayerPages.of(list(pool))
-        self._inward = inward
-        self._outward = outward
+        self._kernels: Final = gather
+        self._pool: Final = pool
+        self._pages: Final = gather.LayerPages.of(list(pool))
+        self._inward: Final = inward
+        self._outward: Final = outward
 
     def copy_in(self, pages: Sequence[tuple[int, memoryview]]) -> None:
         def queue_work() -> None:
             for batch, staging, slots, rows in self._batches(pages, self._inward.staging):
                 for row, (_, data) in zip(staging, batch, strict=True):
-                    row.copy_(_as_tensor(data), non_blocking=True)
+                    row.copy_(as_tensor(data), non_blocking=True)
                 self._kernels.scatter_pages(staging, rows, self._pages, slots)
 
         self._inward.run(queue_work)
@@ -138,7 +138,7 @@ class StagedCopier:
         # One layer of a page lies in one piece on both sides: no kernel is needed to take it apart.
         def queue_work() -> None:
             for slot, data in pages:
-                self._pool[layer, slot].copy_(_as_tensor(data[layer].data), non_blocking=True)
+                self._pool[layer, slot].copy_(as_tensor(data[layer].data), non_blocking=True)
 
         self._inward.run(queue_work)
 
@@ -147,7 +147,7 @@ class StagedCopier:
             for batch, staging, slots, rows in self._batches(pages, self._outward.staging):
                 self._kernels.gather_pages(self._pages, slots, staging, rows)
                 for row, (_, into) in zip(staging, batch, strict=True):
-                    _as_tensor(into).copy_(row, non_blocking=True)
+                    as_tensor(into).copy_(row, non_blocking=True)
 
         self._outward.run(queue_work)
 
@@ -168,13 +168,7 @@ class StagedCopier:
             yield batch, staging[: len(batch)], slots, torch.arange(len(batch), device=staging.device)
 
 
-def cuda_copier(pool: Tensor) -> StagedCopier:
-    """The copier of a pool on a GPU, with two queues and `STAGING_BYTES` for each."""
-    page_bytes = pool.shape[0] * pool.shape[2]
-    num_pages = max(1, STAGING_BYTES // page_bytes)
-    return StagedCopier(pool, *(CudaQueue(pool.device, num_pages, page_bytes) for _ in range(2)))
-
-
-def _as_tensor(buffer: memoryview) -> Tensor:
+def as_tensor(buffer: memoryview) -> Tensor:
+    """uint8 `[num_bytes]` over the buffer, or over a copy of it if it is read-only."""
     array = np.frombuffer(buffer, np.uint8)
     return torch.from_numpy(array if array.flags.writeable else array.copy())  # torch has no read-only tensors

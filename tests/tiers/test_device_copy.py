@@ -4,7 +4,8 @@ The staged copier is meant for a GPU; here its pool and staging buffers are CPU 
 batching and the kernels' CPU path are what is tested.
 """
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hicache.tiers.device_copy import CpuCopier, PageCopier, StagedCopier
+from hicache.tiers.device_ways import ChosenCopier, EngineCopier, KernelCopier
 
 NUM_LAYERS, NUM_PAGES, LAYER_BYTES = 3, 11, 40
 PAGE_BYTES = NUM_LAYERS * LAYER_BYTES
@@ -34,6 +36,23 @@ def staged(pool: Tensor) -> PageCopier:
     return StagedCopier(pool, Immediate(4), Immediate(3))
 
 
+def kernel(pool: Tensor) -> PageCopier:
+    return KernelCopier(pool, Immediate(1), Immediate(1))
+
+
+def engine(pool: Tensor) -> PageCopier:
+    return EngineCopier(pool, Immediate(1), Immediate(1), copy_2d)
+
+
+def copy_2d(target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+    """What the copy engine does, row by row."""
+    for row in range(height):
+        ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+
+MAKERS = [CpuCopier, staged, kernel, engine]
+
+
 def random_pool(seed: int) -> Tensor:
     bits = np.random.default_rng(seed).integers(0, 256, (NUM_LAYERS, NUM_PAGES, LAYER_BYTES))
     return torch.from_numpy(bits.astype(np.uint8))
@@ -43,14 +62,14 @@ def page_of(pool: Tensor, slot: int) -> npt.NDArray[np.uint8]:
     return np.concatenate([layer[slot] for layer in pool.numpy()])
 
 
-@pytest.mark.parametrize("make", [CpuCopier, staged])
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("num_pages", [0, 1, 3, 4, 5, 11])
 def test_pages_come_in_and_go_out(make: Callable[[Tensor], PageCopier], num_pages: int) -> None:
     pool, source = random_pool(0), random_pool(1)
     before = pool.clone()
     copier = make(pool)
     slots = np.random.default_rng(num_pages).permutation(NUM_PAGES)[:num_pages].tolist()
-    copier.copy_in([(slot, memoryview(page_of(source, slot).tobytes())) for slot in slots])
+    copier.copy_in([(slot, page_of(source, slot).data) for slot in slots])
     for slot in range(NUM_PAGES):
         assert np.array_equal(page_of(pool, slot), page_of(source if slot in slots else before, slot))
     buffers = [np.zeros(PAGE_BYTES, np.uint8) for _ in slots]
@@ -59,7 +78,7 @@ def test_pages_come_in_and_go_out(make: Callable[[Tensor], PageCopier], num_page
         assert np.array_equal(buffer, page_of(source, slot))
 
 
-@pytest.mark.parametrize("make", [CpuCopier, staged])
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_one_layer_of_pages_comes_in(make: Callable[[Tensor], PageCopier], layer: int) -> None:
     pool, source = random_pool(0), random_pool(1)
@@ -69,7 +88,7 @@ def test_one_layer_of_pages_comes_in(make: Callable[[Tensor], PageCopier], layer
     assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize("make", [CpuCopier, staged])
+@pytest.mark.parametrize("make", MAKERS)
 def test_one_slot_goes_out_to_several_buffers(make: Callable[[Tensor], PageCopier]) -> None:
     pool = random_pool(0)
     buffers = [np.zeros(PAGE_BYTES, np.uint8) for _ in range(5)]
@@ -78,7 +97,7 @@ def test_one_slot_goes_out_to_several_buffers(make: Callable[[Tensor], PageCopie
         assert np.array_equal(buffer, page_of(pool, 2))
 
 
-@pytest.mark.parametrize("make", [CpuCopier, staged])
+@pytest.mark.parametrize("make", MAKERS)
 def test_a_page_is_copied_onto_another(make: Callable[[Tensor], PageCopier]) -> None:
     pool = random_pool(0)
     expected = pool.clone()
@@ -95,3 +114,35 @@ def test_each_direction_has_its_own_queue() -> None:
     assert (inward.num_runs, outward.num_runs) == (0, 1)
     copier.copy_in([(0, buffer.data)])
     assert (inward.num_runs, outward.num_runs) == (1, 1)
+
+
+class Counting:
+    """Copies nothing, and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.num_in = self.num_out = 0
+
+    def copy_in(self, pages: Sequence[tuple[int, memoryview]]) -> None:
+        self.num_in += len(pages)
+
+    def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
+        self.num_out += len(pages)
+
+    def copy_layer_in(self, layer: int, pages: Sequence[tuple[int, npt.NDArray[np.uint8]]]) -> None:
+        raise AssertionError("not for whole pages")
+
+    def copy_page(self, source_slot: int, target_slot: int) -> None:
+        raise AssertionError("not for whole pages")
+
+
+def test_memory_that_is_not_registered_is_copied_the_staged_way() -> None:
+    into, out, pool = Counting(), Counting(), random_pool(0)
+    copier = ChosenCopier(into=into, out=out, other=staged(pool))
+    page = page_of(random_pool(1), 3)
+    copier.copy_in([(5, page.data), (6, memoryview(page.tobytes()))])
+    assert np.array_equal(page_of(pool, 5), page)
+    assert np.array_equal(page_of(pool, 6), page)
+    buffer = np.zeros(PAGE_BYTES, np.uint8)
+    copier.copy_out([(5, buffer.data)])
+    assert np.array_equal(buffer, page)
+    assert (into.num_in, out.num_out) == (0, 0)
