@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hicache import prefetch as ahead
 from hicache import sequence as core
+from hicache.admissions import ALWAYS, admission_named
 from hicache.cache import DRAIN_S, Cache, Coverage
 from hicache.clock import Clock, SystemClock
 from hicache.deciding import Decision, PrefillSpeeds
@@ -96,6 +97,7 @@ class HiCache:
         device: str = "cpu",
         metadata_bytes: int | None = None,
         policy: str = LRU,
+        admission: str = ALWAYS,
         write_policy: str = WritePolicy.DEMOTE.value,
         exclusive: bool = False,
         prefill: PrefillCurve | Literal["measure"] | None = None,
@@ -120,6 +122,8 @@ class HiCache:
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
             policy: which pages leave a tier first: "lru", "slru", "s3-fifo", "lrfu" or "value", see
                 `hicache.policies`.
+            admission: which pages may be written to NVMe: "always", "second-touch" or "predicted", see
+                `hicache.admissions`. Those that are refused leave the host for nothing; `persist` asks nobody.
             write_policy: when pages are written to NVMe: "demote-on-evict", when they leave the host; "write-through",
                 when they are published; "write-through-selective", when a second request uses them. Namespaces may have
                 their own (`set_write_policy`).
@@ -146,6 +150,7 @@ class HiCache:
                 device=device,
                 metadata_bytes=metadata_bytes,
                 policy=policy,
+                admission=admission,
                 write_policy=write_policy,
                 exclusive=exclusive,
                 prefill=prefill,
@@ -236,7 +241,8 @@ class HiCache:
         try:
             return self._staging.pop()
         except IndexError:
-            return Staging(self.layout, self._built.device.layer(0).dtype)
+            device = self._built.device
+            return Staging(self.layout, device.layer(0).dtype, pinned=device.device.type == "cuda")
 
     def close(self) -> None:
         """Let queued moves finish for a bounded time, then release everything. Idempotent.
@@ -696,12 +702,16 @@ async def _build(options: Options) -> _Parts:
             nvme = await wrap(open_nvme)(options, clock)
             await opened(nvme)
             tiers[NVME] = nvme
+        admission = None
+        if nvme is not None:
+            admission = admission_named(options.admission, nvme.capacity_pages, pages_per_s=options.nvme_pages_per_s)
         cache = Cache(
             layout,
             tiers,
             clock=clock,
             policy=options.policy,
             metadata_bytes=options.metadata_bytes,
+            admission=admission,
             write_policy=options.write_policy,
             exclusive=options.exclusive,
             prefill=PrefillSpeeds() if options.prefill == "measure" else options.prefill,
