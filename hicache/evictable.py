@@ -20,12 +20,20 @@ class Evictable:
 
     With `droppable`, an order of its own over all tiers: the nodes that may leave the tree as they are, with all their
     copies. A node is listed there while it has no children, no leases and no holds.
+
+    `listeners` keep no order; they hear of shapes as policies do.
     """
 
-    def __init__(self, policies: Sequence[EvictionPolicy], droppable: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        policies: Sequence[EvictionPolicy],
+        droppable: EvictionPolicy | None = None,
+        listeners: Sequence[HearsShape] = (),
+    ) -> None:
         self.policies = tuple(policies)
         """Of the tiers. In a node's listings, `droppable` has the bit after theirs."""
         self.droppable = droppable
+        self.listeners = tuple(listeners)
         self._orders = self.policies if droppable is None else (*self.policies, droppable)
         # Bit masks of the orders that hear of more than what is listed.
         self.hears_shape = _mask([isinstance(each, HearsShape) for each in self._orders])
@@ -76,12 +84,16 @@ class Evictable:
         for index, policy in enumerate(self._orders):
             if told >> index & 1:
                 policy.split(upper, lower)
+        for listener in self.listeners:
+            listener.split(upper, lower)
 
     def joined(self, upper: Node, lower: Node) -> None:
         """Tell the policies that hear of shapes that `lower`, which is not listed, is to take the pages of `upper`."""
         for policy in self._orders:
             if isinstance(policy, HearsShape):
                 policy.joined(upper, lower)
+        for listener in self.listeners:
+            listener.joined(upper, lower)
 
     def moved(self, node: Node, index: int, is_in: bool) -> None:
         """Tell the policy of a tier, which hears of residency, that the node has entered or left it."""

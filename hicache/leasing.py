@@ -10,7 +10,7 @@ from hicache.errors import BadRequest, LeaseExpired, NoRoom, NotResident
 from hicache.lease import Lease
 from hicache.metadata import MAX_PUBLICATIONS, MAX_REPORT_BYTES
 from hicache.node import Node
-from hicache.policy.base import EvictionPolicy
+from hicache.policy.base import EvictionPolicy, HearsShape
 from hicache.results import Inserted, Match
 from hicache.structure import Structure
 from hicache.tier import TierId
@@ -26,6 +26,7 @@ class Leasing(Structure):
         page_size: int,
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
+        listeners: Sequence[HearsShape] = (),
         metadata_bytes: int | None = None,
         max_publications: int = MAX_PUBLICATIONS,
         max_report_bytes: int = MAX_REPORT_BYTES,
@@ -35,6 +36,7 @@ class Leasing(Structure):
             page_size=page_size,
             tiers=tiers,
             policies=policies,
+            listeners=listeners,
             metadata_bytes=metadata_bytes,
             max_publications=max_publications,
             max_report_bytes=max_report_bytes,

@@ -46,7 +46,7 @@ from hicache.node import (
     tier_index,
     with_state,
 )
-from hicache.policy.base import EvictionPolicy
+from hicache.policy.base import EvictionPolicy, HearsShape
 from hicache.policy.lru import LruPolicy
 from hicache.published import Published
 from hicache.reports import Reports
@@ -73,6 +73,7 @@ class Structure:
         page_size: int,
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
+        listeners: Sequence[HearsShape] = (),
         metadata_bytes: int | None = None,
         max_publications: int = MAX_PUBLICATIONS,
         max_report_bytes: int = MAX_REPORT_BYTES,
@@ -107,6 +108,7 @@ class Structure:
         self._evictable: Final = Evictable(
             [policies.get(tier) or LruPolicy() for tier in tiers],
             LruPolicy() if metadata_bytes is not None else None,
+            listeners,
         )
         self._reports: Final = Reports(max_report_bytes)
         self._pages: Final = [[0] * len(Residency) for _ in tiers]
@@ -369,7 +371,7 @@ class Structure:
             lower._states = 0
             self._refresh(lower)
             lower._states = states
-        if is_heard:
+        if is_heard or self._evictable.listeners:
             self._evictable.joined(upper, lower)
         parent, siblings = place(upper)
         gap = upper._start + upper._num_pages * self._page_bytes

@@ -67,6 +67,10 @@ class HearsShape(Protocol):
     """A policy that remembers more of a prefix than whether it may leave. Told of every split and join in the tree, of
     nodes that its tier has no copy of too: `split` then comes whether the node was added or not."""
 
+    def split(self, upper: Node, lower: Node) -> None:
+        """As `EvictionPolicy.split`, of any node."""
+        ...
+
     def joined(self, upper: Node, lower: Node) -> None:
         """Two nodes become one: `lower` takes the pages of `upper`, which ends. Told before it is done, while neither
         is added; the node is added again afterwards if it may leave."""
