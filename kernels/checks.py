@@ -9,6 +9,8 @@ from hicache.kernels.errors import BadArgument
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types that the kernels take."""
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Element types that stored keys and values may have beside that of the query."""
 
 
 class PageShape(NamedTuple):
@@ -27,8 +29,10 @@ def check_tensor(
     *,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
+    contiguous: bool = True,
 ) -> None:
-    """Refuse a tensor of another shape (None: any size), dtype or device, or whose last dimension is not contiguous."""
+    """Refuse a tensor of another shape (None: any size), dtype or device, or whose last dimension is not contiguous,
+    unless that does not matter."""
     if tensor.dim() != len(shape) or any(
         want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
     ):
@@ -38,7 +42,7 @@ def check_tensor(
         raise BadArgument(argument, f"is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if device is not None and tensor.device != device:
         raise BadArgument(argument, f"is on {tensor.device}, expected {device}")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if contiguous and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise BadArgument(argument, f"has stride {tensor.stride(-1)} in its last dimension, expected 1")
 
 
@@ -49,15 +53,31 @@ def check_query(query: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOAT_DTY
         raise BadArgument("query", f"has shape {list(query.shape)}, expected at least one head and one element")
 
 
-def check_pages(argument: str, pages: torch.Tensor, query: torch.Tensor) -> PageShape:
-    """Refuse pages that are not [num_slots, 2, page_size, kv_heads, head_dim] fitting `query` [T, HQ, D]; the device
-    is not compared. Slots, planes, tokens and heads may have any stride."""
-    check_tensor(argument, pages, (None, 2, None, None, query.shape[2]), dtype=query.dtype)
+def stored_dtypes(query: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """Types that keys and values may be stored in for `query`: its own, and float8 if it is of half precision."""
+    return (query.dtype,) if query.dtype == torch.float32 else (query.dtype, *FLOAT8_DTYPES)
+
+
+def check_pages(
+    argument: str, pages: torch.Tensor, query: torch.Tensor, dtypes: tuple[torch.dtype, ...] | None = None
+) -> PageShape:
+    """Refuse pages that are not [num_slots, 2, page_size, kv_heads, head_dim] fitting `query` [T, HQ, D], of one of
+    `dtypes`, that of the query if None; the device is not compared. Slots, planes, tokens and heads may have any
+    stride."""
+    check_tensor(argument, pages, (None, 2, None, None, query.shape[2]), dtype=dtypes or query.dtype)
     shape = PageShape(pages.shape[0], pages.shape[2], pages.shape[3], pages.shape[4])
     if shape.page_size < 1:
         raise BadArgument(argument, "has pages of 0 tokens, expected at least 1")
     check_group(argument, shape.num_kv_heads, query)
     return shape
+
+
+def check_page_scales(argument: str, scales: torch.Tensor | None, pages: torch.Tensor) -> None:
+    """Refuse scales that are not float32, [num_slots, 2, kv_heads] of `pages` and beside them; slots and planes may
+    have any stride, 0 included."""
+    if scales is not None:
+        shape = (pages.shape[0], 2, pages.shape[3])
+        check_tensor(argument, scales, shape, dtype=torch.float32, device=pages.device, contiguous=False)
 
 
 def check_group(argument: str, num_kv_heads: int, query: torch.Tensor) -> None:
@@ -85,6 +105,24 @@ def check_lengths(argument: str, lengths: torch.Tensor, most: int) -> None:
     if least < 0 or greatest > most:
         wrong = least if least < 0 else greatest
         raise BadArgument(argument, f"holds {wrong} tokens, expected 0 to {most}, what the block table has room for")
+
+
+def check_positions(
+    argument: str,
+    positions: torch.Tensor | None,
+    shape: tuple[int],
+    device: torch.device,
+    *,
+    least: torch.Tensor | None,
+    offset: int,
+) -> None:
+    """Refuse positions that are not int32, of `shape`, on `device`, and, looked at on the CPU only, at least
+    `least + offset` (0 if None)."""
+    if positions is None:
+        return
+    check_tensor(argument, positions, shape, dtype=torch.int32, device=device)
+    if device.type == "cpu" and bool((positions < (0 if least is None else least + offset)).any()):
+        raise BadArgument(argument, f"is {positions.tolist()[:8]}..., expected positions behind the table's tokens")
 
 
 def check_indptr(argument: str, indptr: torch.Tensor, num_tokens: int) -> None:

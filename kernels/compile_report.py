@@ -17,41 +17,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any, Final
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from hicache.kernels import decode, extend, gather, language, launch, merge
-from hicache.kernels.launch import Variant
+from hicache.kernels import language, launch
+from hicache.kernels.forms import DTYPES, GROUP, HEAD_DIMS, KERNELS, PAGE_SIZES, Case, all_cases, form_of, source_of
 
-DTYPES: Final = {
-    "float16": (torch.float16, "*fp16"),
-    "bfloat16": (torch.bfloat16, "*bf16"),
-    "float32": (torch.float32, "*fp32"),
-}
-HEAD_DIMS: Final = (64, 96, 128)
-PAGE_SIZES: Final = (1, 16, 64)
-GROUP: Final = 4
-"""Query heads a key/value head: the commonest; the registers needed hardly depend on it."""
 SHARED_BYTES_MAX: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that one program may have, by compute capability: CUDA C++ programming guide, feature tables."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kernel in one form."""
-
-    kernel: str
-    dtype: str
-    head_dim: int
-    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,85 +67,12 @@ class Row:
         return None
 
 
-def _decode(case: Case) -> tuple[Any, Variant, dict[str, str]]:
-    dtype, pointer = DTYPES[case.dtype]
-    variant = decode.decode_variant(dtype, case.head_dim, case.page_size, GROUP)
-    types = {"p_query": pointer, "p_pages": pointer, "p_tables": "*i32", "p_lens": "*i32"}
-    return decode._paged_decode_kernel, variant, {**types, "p_output": "*fp32", "p_lse": "*fp32"}
-
-
-def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True) -> tuple[Any, Variant, dict[str, str]]:
-    dtype, pointer = DTYPES[case.dtype]
-    variant = extend.extend_variant(
-        dtype, case.head_dim, case.page_size, GROUP, has_prefix=has_prefix, has_new=has_new
-    )
-    types = {"p_query": pointer, "p_indptr": "*i32", "p_output": pointer, "p_lse": "*fp32"}
-    if has_prefix:
-        types |= {"p_pages": pointer, "p_tables": "*i32", "p_prefix_lens": "*i32"}
-    if has_new:
-        types |= {"p_key": pointer, "p_value": pointer}
-    return extend._paged_extend_kernel, variant, types
-
-
-def _merge(case: Case) -> tuple[Any, Variant, dict[str, str]]:
-    pointer = DTYPES[case.dtype][1]
-    types = {"p_outputs": "*fp32", "p_lses": "*fp32", "p_output": pointer, "p_lse": "*fp32"}
-    return merge._merge_states_kernel, merge.merge_variant(case.head_dim), types
-
-
-def _gather(case: Case, *, to_slots: bool) -> tuple[Any, Variant, dict[str, str]]:
-    layer_bytes = 2 * case.page_size * case.head_dim * DTYPES[case.dtype][0].itemsize
-    variant = gather.gather_variant(16, layer_bytes)
-    variant = Variant({**variant.constants, "TO_SLOTS": to_slots}, variant.num_warps, variant.num_stages)
-    types = {"p_pages": "*i32", "p_offsets": "*i64", "p_page_ids": "*i32", "p_slots": "*i32", "p_slot_ids": "*i32"}
-    return gather._gather_pages_kernel, variant, types
-
-
-KERNELS: Final[dict[str, Callable[[Case], tuple[Any, Variant, dict[str, str]]]]] = {
-    "decode": _decode,
-    "extend": _extend,
-    "extend-prefix": lambda case: _extend(case, has_new=False),
-    "extend-new": lambda case: _extend(case, has_prefix=False),
-    "merge": _merge,
-    "gather": lambda case: _gather(case, to_slots=True),
-    "scatter": lambda case: _gather(case, to_slots=False),
-}
-"""Each kernel as the wrappers launch it: function, form, and types of its pointers; those left out are None."""
-
-_UNALIGNED: Final = {"stride_tb", "stride_ls", "stride_lb", "stride_lt", "stride_ln", "stride_olt"}
-"""Strides of tensors without a head dimension, no multiples of 16. All others are, as the launcher will find out."""
-
-
-def source_of(case: Case) -> tuple[ASTSource, Variant]:
-    """What the compiler is given for a case: as a launch would, with what it finds out about pointers and strides.
-
-    Without the divisibility of pointers and strides the same kernel loads element by element, and spills.
-    """
-    function, variant, pointers = KERNELS[case.kernel](case)
-    constants: dict[str, Any] = {**variant.constants, "EMULATE_BFLOAT16": False}
-    signature: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for i, parameter in enumerate(function.params):
-        name = parameter.name
-        if parameter.is_constexpr or (name.startswith("p_") and name not in pointers):
-            signature[name], values[name] = "constexpr", constants.get(name)
-        elif name.startswith("p_"):
-            signature[name], attributes[(i,)] = pointers[name], [["tt.divisibility", 16]]
-        elif name.startswith("scale"):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-            if name.startswith("stride_") and name not in _UNALIGNED:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(function, signature, values, attributes), variant
-
-
 def compile_case(case: Case, arch: int) -> Row:
     """Compile one case for one GPU. What the compiler refuses is in the row, not raised."""
-    source, variant = source_of(case)
+    form = form_of(case)
+    options = launch.options(form.variant)
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options(variant))
+        compiled = triton.compile(source_of(form, arch), target=GPUTarget("cuda", arch, 32), options=options)
         cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
         registers, stack = _usage(cubin)
         spills = _spills(ptx, arch) if stack else 0
@@ -188,18 +94,6 @@ def compile_case(case: Case, arch: int) -> Row:
     )
 
 
-def all_cases(
-    kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], page_sizes: Iterable[int]
-) -> list[Case]:
-    """The product of the four, each distinct form once: page size means nothing to merge, for example."""
-    forms: dict[object, Case] = {}
-    for case in itertools.starmap(Case, itertools.product(kernels, dtypes, head_dims, page_sizes)):
-        function, variant, pointers = KERNELS[case.kernel](case)
-        form = (function.__name__, tuple(variant.constants.items()), tuple(pointers.items()))
-        forms.setdefault(form, case)
-    return list(forms.values())
-
-
 def pairwise_cover(cases: Sequence[Case]) -> list[Case]:
     """Few of the cases, in which every two values that meet in some case (a kernel and a dtype, say) still meet.
 
@@ -218,7 +112,7 @@ def pairwise_cover(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-_COLUMNS: Final = "{:<14} {:<9} {:>4} {:>4} {:>6} {:>4} {:>7} {:>6} {:>4}"
+_COLUMNS: Final = "{:<14} {:<13} {:>4} {:>4} {:>6} {:>4} {:>7} {:>6} {:>4}"
 HEADER: Final = _COLUMNS.format("kernel", "dtype", "head", "page", "arch", "regs", "shared", "spill", "load")
 
 

@@ -4,6 +4,7 @@ Everything here is host code, and loads no Triton: a CPU that does not interpret
 that kernels share are in `hicache.kernels.language`.
 """
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,8 @@ from typing import Final
 import torch
 
 from hicache.kernels.errors import BadArgument
+
+_log = logging.getLogger(__name__)
 
 LOG2_E: Final = 1.4426950408889634
 """Kernels use `exp2`, the instruction the hardware has; scores are scaled by this once, with the softmax scale."""
@@ -53,6 +56,29 @@ def require_launchable(argument: str, device: torch.device) -> None:
         raise BadArgument(
             argument, f"is on {device}; the Triton kernels need CUDA, or the CPU with TRITON_INTERPRET=1 set"
         )
+
+
+def loadable(stored: torch.Tensor) -> torch.Tensor:
+    """`stored` as kernels can load it on its device: float8_e4m3fn becomes bytes where the GPU cannot convert it, which
+    kernels then do bit by bit."""
+    if stored.dtype == torch.float8_e4m3fn and not _converts_e4m3(stored.device):
+        return stored.view(torch.uint8)
+    return stored
+
+
+@cache
+def _converts_e4m3(device: torch.device) -> bool:
+    """Whether kernels can convert float8_e4m3fn on `device`. If not, says so, once."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return True
+    _log.warning("%s has no instructions for float8_e4m3fn (sm_89 and later do): kernels convert it bit by bit", device)
+    return False
+
+
+def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float | None]:
+    """`scale_in` and `cap_log2` of the kernels: what turns products into scores in units of `log2`; with a cap, what
+    turns them into fractions of it, and the cap in those units."""
+    return (scale * LOG2_E, None) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E)
 
 
 def choose_path(argument: str, device: torch.device, path: Path | None) -> Path:

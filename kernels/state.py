@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 
 from hicache.kernels.checks import FLOAT_DTYPES, check_tensor
+from hicache.kernels.errors import BadArgument
+from hicache.kernels.scoring import PLAIN, Scoring
 
 
 class AttentionState(NamedTuple):
@@ -23,38 +25,64 @@ def attention_reference(
     visible: torch.Tensor,
     *,
     scale: float,
+    scoring: Scoring = PLAIN,
     dtype: torch.dtype = torch.float64,
 ) -> AttentionState:
     """The definition: softmax attention of every query over the keys it may see, computed in `dtype`.
 
-    query [T, HQ, D]; key, value [L, H, D], head `h` shared by the query heads `h * HQ // H` and on; visible [T, L],
-    bool. Returns output [T, HQ, D] and LSE [T, HQ], both in `dtype`.
+    query [T, HQ, D]; key [L, H, D] and value [L, H, DV], head `h` shared by the query heads `h * HQ // H` and on;
+    visible [T, L], bool: what a window hides is in there. Returns output [T, HQ, DV] and LSE [T, HQ], both in `dtype`.
     """
     group = query.shape[1] // key.shape[1]
     key = key.to(dtype).repeat_interleave(group, dim=1)
     value = value.to(dtype).repeat_interleave(group, dim=1)
     scores = torch.einsum("thd,lhd->thl", query.to(dtype), key) * scale
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
+    if scoring.sinks is not None:
+        lse = torch.logaddexp(lse, scoring.sinks.to(dtype))
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     return AttentionState(torch.einsum("thl,lhd->thd", weights, value), lse)
 
 
-def pages_reference(pages: torch.Tensor, page_ids: list[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [L, H, D] of those of the first `num_tokens` tokens whose page is here (a negative id is not).
+class StoredTokens(NamedTuple):
+    """Keys and values that a table names, in order, without those whose page is elsewhere."""
 
-    pages [num_slots, 2, page_size, H, D].
+    key: torch.Tensor
+    """[L, H, D]; likewise `value`."""
+    value: torch.Tensor
+    positions: torch.Tensor
+    """int64 [L], of each token in the sequence."""
+
+
+def pages_reference(
+    pages: torch.Tensor,
+    page_ids: list[int],
+    num_tokens: int,
+    *,
+    scales: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> StoredTokens:
+    """Those of the first `num_tokens` tokens whose page is here (a negative id is not), in `dtype`.
+
+    pages [num_slots, 2, page_size, H, D]; scales [num_slots, 2, H] multiply what is stored.
     """
     page_size = pages.shape[2]
     tokens = [
-        (page, offset)
+        (page, i * page_size + offset)
         for i, page in enumerate(page_ids)
         for offset in range(min(page_size, num_tokens - i * page_size))
         if page >= 0
     ]
     slots = torch.tensor([page for page, _ in tokens], dtype=torch.int64, device=pages.device)
-    offsets = torch.tensor([offset for _, offset in tokens], dtype=torch.int64, device=pages.device)
-    return pages[slots, 0, offsets], pages[slots, 1, offsets]
+    positions = torch.tensor([position for _, position in tokens], dtype=torch.int64, device=pages.device)
+    planes = []
+    for plane in (0, 1):
+        stored = pages[slots, plane, positions % page_size].to(dtype)
+        planes.append(stored if scales is None else stored * scales[slots, plane].to(dtype)[..., None])
+    return StoredTokens(planes[0], planes[1], positions)
 
 
 def allocate_state(
@@ -80,3 +108,21 @@ def allocate_state(
     else:
         check_tensor("lse", lse, shape, dtype=torch.float32, device=device)
     return AttentionState(output, lse)
+
+
+def allocate_parts(
+    num_parts: int, shape: tuple[int, int], head_dim: int, device: torch.device, workspace: torch.Tensor | None
+) -> AttentionState:
+    """Room for `num_parts` states over `shape` (tokens, heads): output [num_parts, *shape, head_dim] and LSE
+    [num_parts, *shape], float32, in the caller's `workspace` or new."""
+    num_rows = num_parts * shape[0] * shape[1]
+    if workspace is None:
+        workspace = torch.empty(num_rows * (head_dim + 1), dtype=torch.float32, device=device)
+    else:
+        check_tensor("workspace", workspace, (None,), dtype=torch.float32, device=device)
+        if workspace.shape[0] < num_rows * (head_dim + 1):
+            raise BadArgument(
+                "workspace", f"has {workspace.shape[0]} elements, expected at least {num_rows * (head_dim + 1)}"
+            )
+    output = workspace[: num_rows * head_dim].view(num_parts, *shape, head_dim)
+    return AttentionState(output, workspace[num_rows * head_dim : num_rows * (head_dim + 1)].view(num_parts, *shape))

@@ -11,11 +11,12 @@ from random import Random
 import torch
 
 from hicache.kernels.attend import PagedPart
+from hicache.kernels.scoring import PLAIN, Scoring
 from hicache.kernels.state import AttentionState, attention_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUPS = (1, 3, 4, 8)
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 
 
 class Memory(Enum):
@@ -101,25 +102,45 @@ def causal(num_prefix: int, num_new: int) -> torch.Tensor:
 
 
 def truth(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    scoring: Scoring = PLAIN,
 ) -> AttentionState:
     """Attention over all keys at once, in float64."""
-    return attention_reference(query, key, value, visible, scale=scale, dtype=torch.float64)
+    return attention_reference(query, key, value, visible, scale=scale, scoring=scoring, dtype=torch.float64)
 
 
 def plain_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
-    """What torch itself gives for the keys held together, in the dtype of the inputs: what we are measured against."""
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        attn_mask=torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf),
-        scale=scale,
-        enable_gqa=True,
-    )
-    return output[0].transpose(0, 1)
+    """What torch itself gives for the keys held together, in the dtype of the query: what we are measured against."""
+    query, key, value = (x.transpose(0, 1) for x in (query, key.to(query.dtype), value.to(query.dtype)))
+    mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+    if scoring.soft_cap is None and scoring.sinks is None:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )[0]
+    else:
+        # torch's fused attention has neither; models write it out like this.
+        group = query.shape[0] // key.shape[0]
+        scores = query @ key.repeat_interleave(group, dim=0).transpose(1, 2) * scale
+        if scoring.soft_cap is not None:
+            scores = torch.tanh(scores / scoring.soft_cap) * scoring.soft_cap
+        scores = scores + mask
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(query.dtype)[:, None, None].expand(-1, query.shape[1], 1)
+            scores = torch.cat([scores, sinks], dim=2)
+        weights = torch.softmax(scores, dim=2, dtype=torch.float32).to(query.dtype)
+        output = weights[..., : key.shape[1]] @ value.repeat_interleave(group, dim=0)
+    return output.transpose(0, 1)
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -144,18 +165,21 @@ def assert_close(
     value: torch.Tensor,
     visible: torch.Tensor,
     scale: float,
+    scoring: Scoring = PLAIN,
 ) -> None:
     """Compare with attention over all keys at once, within the bounds above. Queries that see no key must have output 0
-    and LSE -inf."""
+    and LSE -inf, or that of their sink."""
     seeing = visible.any(dim=1)
     assert torch.equal(actual.output[~seeing], torch.zeros_like(actual.output[~seeing]))
-    assert torch.equal(actual.lse[~seeing], torch.full_like(actual.lse[~seeing], -torch.inf))
+    empty = torch.full_like(actual.lse, -torch.inf) if scoring.sinks is None else scoring.sinks.expand_as(actual.lse)
+    torch.testing.assert_close(actual.lse[~seeing], empty[~seeing].to(actual.lse.dtype), rtol=1e-6, atol=1e-6)
     if not seeing.any():
         return
     query, visible = query[seeing], visible[seeing]
-    expected = truth(query, key, value, visible, scale)
+    expected = truth(query, key, value, visible, scale, scoring)
     error = relative_rms(actual.output[seeing], expected.output)
-    allowed = ERROR_RATIO_MAX * relative_rms(plain_torch(query, key, value, visible, scale), expected.output)
+    plain = plain_torch(query, key, value, visible, scale, scoring)
+    allowed = ERROR_RATIO_MAX * relative_rms(plain, expected.output)
     if query.dtype == torch.float32:
         allowed = max(allowed, FLOAT32_ERROR_MAX)
     assert error <= allowed, f"relative RMS error {error:.3g}, allowed {allowed:.3g}"

@@ -11,21 +11,8 @@ from typing import Any
 
 import pytest
 
-from hicache.kernels import compile_report
-from hicache.kernels.compile_report import (
-    DTYPES,
-    HEAD_DIMS,
-    HEADER,
-    KERNELS,
-    PAGE_SIZES,
-    SHARED_BYTES_MAX,
-    Case,
-    Row,
-    all_cases,
-    line,
-    main,
-    pairwise_cover,
-)
+from hicache.kernels.compile_report import HEADER, SHARED_BYTES_MAX, Row, line, main, pairwise_cover
+from hicache.kernels.forms import DTYPES, HEAD_DIMS, KERNELS, PAGE_SIZES, Case, Form, all_cases, form_of, source_of
 from tests.repository import ROOT
 
 ROW = Row("decode", "bfloat16", 128, 16, 90, None, 96, 39168, 0, 20000, 128)
@@ -72,8 +59,15 @@ def test_the_cover_has_every_pair_and_few_cases() -> None:
 
 
 def test_a_form_that_differs_in_nothing_is_compiled_once() -> None:
-    assert len(all_cases(["merge"], DTYPES, [64], PAGE_SIZES)) == len(DTYPES)
+    assert len(all_cases(["merge"], DTYPES, [64], PAGE_SIZES)) == 3  # states are not stored in float8
+    assert len(all_cases(["mla"], DTYPES, HEAD_DIMS, PAGE_SIZES)) == len(DTYPES) * len(PAGE_SIZES)
     assert len(all_cases(["decode"], DTYPES, HEAD_DIMS, PAGE_SIZES)) == len(DTYPES) * len(HEAD_DIMS) * len(PAGE_SIZES)
+
+
+def test_float8_is_bytes_where_the_gpu_cannot_convert_it() -> None:
+    form = form_of(Case("decode", "float8_e4m3fn", 64, 16))
+    assert source_of(form, 80).signature["p_pages"] == "*u8"
+    assert source_of(form, 90).signature["p_pages"] == "*fp8e4nv"
 
 
 def test_what_fails_the_report() -> None:
@@ -98,12 +92,11 @@ def test_a_row_stands_under_the_header() -> None:
 def test_a_kernel_that_does_not_compile_fails_the_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def unknown_type(case: Case) -> tuple[Any, Any, dict[str, str]]:
-        function, variant, pointers = merge(case)
-        return function, variant, pointers | {"p_output": "*nothing"}
+    def unknown_type(case: Case) -> Form:
+        return form._replace(types=form.types | {"p_output": "*nothing"})
 
-    merge = KERNELS["merge"]
-    monkeypatch.setitem(compile_report.KERNELS, "merge", unknown_type)
+    form = form_of(Case("merge", "float32", 64, 16))
+    monkeypatch.setitem(KERNELS, "merge", unknown_type)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     arguments = ["--kernel", "merge", "--dtype", "float32", "--head-dim", "64", "--arch", "90", "--jobs", "1"]
     assert main(arguments) == 1

@@ -19,9 +19,10 @@ from triton.runtime.jit import JITFunction
 
 from hicache.kernels import launch
 from hicache.kernels.attend import PagedPart, attend
-from hicache.kernels.compile_report import Case, compile_case
+from hicache.kernels.compile_report import compile_case
 from hicache.kernels.decode import paged_decode
 from hicache.kernels.extend import paged_extend
+from hicache.kernels.forms import Case
 from hicache.kernels.gather import LayerPages, gather_pages, scatter_pages
 from hicache.kernels.merge import merge_states
 from tests.kernels.contexts import scatter_context, tensor

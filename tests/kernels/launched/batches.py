@@ -14,12 +14,14 @@ class Batch:
 
     pages: torch.Tensor
     """[num_slots, 2, page_size, H, D]."""
+    scales: torch.Tensor | None
+    """float32 [num_slots, 2, H], if the pages are float8."""
     tables: torch.Tensor
     """int32 [B, max_pages]; -1 behind the pages that a sequence has."""
     lengths: torch.Tensor
     """int32 [B]."""
     key: list[torch.Tensor]
-    """[L, H, D] of each sequence; likewise `value`."""
+    """[L, H, D] of each sequence, as pages and scales give it; likewise `value`."""
     value: list[torch.Tensor]
 
     def visible_pages(self, i: int) -> list[slice]:
@@ -36,24 +38,33 @@ def make_batch(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    stored: torch.dtype | None = None,
     memory: Memory = Memory.PAGE_FIRST,
 ) -> Batch:
-    """Sequences of random keys in random distinct slots; whatever is no token is NaN."""
+    """Sequences of random keys in random distinct slots; whatever is no token is NaN. `stored`: float8, with scales of
+    each page and head that differ by three powers of two; some pages are empty, with scale 0."""
     counts = [-(-length // page_size) for length in lengths]
     num_slots = sum(counts) + 2
-    pages = empty_pages(memory, num_slots, page_size, num_kv_heads, head_dim, dtype)
+    pages = empty_pages(memory, num_slots, page_size, num_kv_heads, head_dim, stored or dtype)
     slots = random.sample(range(num_slots), sum(counts))
+    scales = None
+    if stored is not None:
+        scales = torch.exp2(tensor(random, num_slots, 2, num_kv_heads, dtype=torch.float32).clamp(-1.5, 1.5))
+        scales[torch.tensor([random.random() < 0.1 for _ in range(num_slots)])] = 0.0
     tables = torch.full((len(lengths), max([*counts, 1])), -1, dtype=torch.int32)
-    batch = Batch(pages, tables, torch.tensor(lengths, dtype=torch.int32), [], [])
+    batch = Batch(pages, scales, tables, torch.tensor(lengths, dtype=torch.int32), [], [])
     for i, length in enumerate(lengths):
-        key, value = (tensor(random, length, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
-        batch.key.append(key)
-        batch.value.append(value)
+        planes = [tensor(random, length, num_kv_heads, head_dim, dtype=stored or dtype) for _ in range(2)]
         for j, tokens in enumerate(batch.visible_pages(i)):
             slot = slots.pop()
             tables[i, j] = slot
-            pages[slot, 0, : tokens.stop - tokens.start] = key[tokens]
-            pages[slot, 1, : tokens.stop - tokens.start] = value[tokens]
+            for plane in (0, 1):
+                pages[slot, plane, : tokens.stop - tokens.start] = planes[plane][tokens]
+        if scales is not None:
+            per_token = scales[tables[i].long()].repeat_interleave(page_size, dim=0)[:length]
+            planes = [planes[plane].float() * per_token[:, plane, :, None] for plane in (0, 1)]
+        batch.key.append(planes[0])
+        batch.value.append(planes[1])
     return batch
 
 

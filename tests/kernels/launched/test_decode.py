@@ -78,7 +78,7 @@ def test_residency_masks_split_a_sequence_over_memories(
         tables = torch.where(resident, batch.tables, -1)
         pages = batch.pages.clone()
         pages[batch.tables[~resident & (batch.tables >= 0)].long()] = torch.nan
-        memory = Batch(pages, batch.tables, batch.lengths, batch.key, batch.value)
+        memory = Batch(pages, None, batch.tables, batch.lengths, batch.key, batch.value)
         # Parts are kept in float32, as `attend` keeps them.
         states.append(
             paged_decode(
@@ -141,7 +141,7 @@ def test_a_page_further_than_int32_reaches() -> None:
     pages[last, 0], pages[last, 1] = key, value
     query = tensor(random, 1, 4, 64, dtype=torch.float16)
     batch = Batch(
-        pages, torch.tensor([[last]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32), [key], [value]
+        pages, None, torch.tensor([[last]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32), [key], [value]
     )
     compare(decode(query, batch), query, batch)
 
