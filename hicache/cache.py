@@ -34,7 +34,8 @@ from hicache.movers import Lane, PageMove, Priority, Transfer
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.policies import LRU, policies_named
-from hicache.policy.base import EvictionPolicy, HearsUses, Use
+from hicache.policy.admission import AdmissionPolicy, AlwaysAdmission
+from hicache.policy.base import EvictionPolicy, HearsShape, HearsUses, Use
 from hicache.prefetch import Prefetch, begin
 from hicache.prefill import PrefillCurve
 from hicache.recovery import Progress, Recovery, recover
@@ -105,6 +106,8 @@ class Counters:
     """Pages copied from what another tenant has published."""
     pages_refused: int = 0
     """Pages that a commit could not publish for want of room in the metadata budget; each try counts."""
+    refused_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that NVMe admission refused, by its reason; each time that they were asked about."""
     pages_written_through: int = 0
     """Pages written to NVMe before they had to leave a faster tier, but for those that were waited for in vain."""
     metadata_dropped_pages: int = 0
@@ -157,6 +160,7 @@ class Cache:
         policies: eviction policies by tier, used instead. Whoever made them tells them of uses (`HearsUses`).
         metadata_bytes: most memory that the tree itself may use, by its own estimate; None for no bound but that of the
             tiers' slots. Reaching it drops the coldest pages from all tiers.
+        admission: which pages may be written to NVMe (`hicache.admissions`); None for all.
         write_policy: when pages are written to NVMe, for namespaces that `set_write_policy` does not name.
         exclusive: whether a page leaves NVMe once it is in the host, unless it was persisted. Host and NVMe then hold
             as many different pages as both have room for, and each demotion is a write. By default a page that comes
@@ -178,6 +182,7 @@ class Cache:
         policy: str = LRU,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,
+        admission: AdmissionPolicy | None = None,
         write_policy: WritePolicy = WritePolicy.DEMOTE,
         exclusive: bool = False,
         prefill: PrefillCurve | PrefillSpeeds | None = None,
@@ -208,6 +213,7 @@ class Cache:
             tiers=tuple(self.tiers),
             policies={**named, **(policies or {})},
             metadata_bytes=metadata_bytes,
+            listeners=[admission] if isinstance(admission, HearsShape) else [],
         )
         self._hearing: Final = [
             each for tier_id, each in named.items() if tier_id not in (policies or {}) and isinstance(each, HearsUses)
@@ -247,7 +253,7 @@ class Cache:
         self._num_moves = 0
         self._moving: Final[dict[Moving, None]] = {}
         """Moves under way."""
-        self._writer: Final = Writer(self)
+        self.writer: Final = Writer(self, admission or AlwaysAdmission())
         self.writing_through: Final = WritingThrough(self, write_policy)
         self._persisted: list[Node] = []
         """Ends of prefixes that were persisted, if the cache is exclusive: with what they were joined to, they stay on
@@ -286,7 +292,7 @@ class Cache:
 
     async def _recover(self) -> None:
         """Take over what the NVMe tier has kept; nobody else uses the tree yet."""
-        durable = self._writer.tier
+        durable = self.writer.tier
         if durable is not None and (runs := durable.recovered()):
             self.recovered = await recover(
                 self.tree, self.tiers[NVME], runs,
@@ -490,7 +496,7 @@ class Cache:
             # The tail leaves first; the object that stays the victim after a split is the lower half.
             self.tree.split(victims[-1], surplus)
         for node in victims:
-            if self._has_slower_copy(node, tier_id):
+            if self._has_slower_copy(node, tier_id) or self._is_refused(node, tier_id):
                 freed += self.evict(node, tier_id)
             else:
                 to_demote.append(node)
@@ -500,6 +506,12 @@ class Cache:
 
     def _has_slower_copy(self, node: Node, tier_id: TierId) -> bool:
         return any(node.residency(slower) is Residency.RESIDENT for slower in self._from(tier_id)[1:])
+
+    def _is_refused(self, node: Node, tier_id: TierId) -> bool:
+        """Whether a node leaves the host for nothing, as NVMe does not admit it. What is needed goes down all the same:
+        its last copy could not leave otherwise."""
+        goes_to_nvme = _SLOWER.get(tier_id) == NVME and NVME in self.tiers
+        return goes_to_nvme and self.tree.can_evict(node, tier_id) and not self.writer.admits(node)
 
     def _from(self, tier_id: TierId) -> list[TierId]:
         """A tier and the slower ones."""
@@ -540,7 +552,7 @@ class Cache:
         """Copy pinned nodes one tier down, as far as there is room. Where not all fit, the warmest are kept: victims
         come coldest first."""
         if target == NVME:
-            await self._writer.write(lambda: list(reversed(list(pin.nodes))), deadline=deadline)
+            await self.writer.write(lambda: list(reversed(list(pin.nodes))), deadline=deadline)
             return
         slots = await self.allocate_up_to(target, pin.num_pages, deadline=deadline)
         moving: list[Moving] = []
@@ -562,7 +574,7 @@ class Cache:
         if NVME in self._stalled:
             return
         try:
-            num_written = await self._writer.write(targets, deadline=self.clock.monotonic() + PATIENCE_S)
+            num_written = await self.writer.write(targets, deadline=self.clock.monotonic() + PATIENCE_S)
             self.counters.pages_written_through += num_written
         except DeadlineExceeded:
             if self._under_way[NVME]:
@@ -646,7 +658,7 @@ class Cache:
             assert moving.transfer is not None
             outcomes = (await moving.transfer.wait()).outcomes
         else:
-            outcomes = await self._writer.copy_past_host(self.tiers[moving.source], self.tiers[moving.target], pages)
+            outcomes = await self.writer.copy_past_host(self.tiers[moving.source], self.tiers[moving.target], pages)
         ok = [outcome is Outcome.OK for outcome in outcomes]
         if moving.target == NVME and not all(ok):
             # Nothing is kept there without what comes before it.
@@ -896,7 +908,7 @@ class Cache:
     @property
     def durability(self) -> Durability | None:
         """How far the NVMe tier has come; None without one that survives a restart."""
-        tier = self._writer.tier
+        tier = self.writer.tier
         return Durability(tier.accepted, tier.durable) if tier is not None else None
 
     async def settle(self, *, deadline: float) -> bool:
@@ -905,7 +917,7 @@ class Cache:
         False if it is not by `deadline` (monotonic seconds), or the NVMe tier cannot make it so. True at once for a
         cache without a tier that survives a restart.
         """
-        return await self._writer.settle(deadline=deadline)
+        return await self.writer.settle(deadline=deadline)
 
     async def persist(self, namespace: Namespace, tokens: npt.ArrayLike, *, deadline: float) -> Persisted:
         """Write what is cached of a prefix to NVMe, in whole pages, and wait until it survives `kill -9` and a power
@@ -914,7 +926,7 @@ class Cache:
         Raises `DeadlineExceeded` at `deadline` (monotonic seconds): what was begun goes on, nothing is promised.
         `TierUnavailable` when there is no such tier, or it cannot flush; `BadRequest` for tokens that are none.
         """
-        persisted = await self._writer.persist(namespace, tokens, deadline=deadline)
+        persisted = await self.writer.persist(namespace, tokens, deadline=deadline)
         if self._is_exclusive and persisted.num_tokens:
             match = self.tree.match(namespace, pack_tokens(tokens)[: persisted.num_tokens], published=False)
             self._persisted += match.nodes[-1:]
@@ -1001,12 +1013,15 @@ class Cache:
         reading.done.set()
 
     def tell_use(self, lease: Lease | None) -> None:
-        """A prompt was looked up and computed, of which the leased prefix is cached: the eviction policies learn of it.
-        Once a request; the tree has been told of its recency before."""
-        if self._hearing and (path := self.path(lease)):
+        """A prompt was looked up and computed, of which the leased prefix is cached: the policies learn of it. Once a
+        request; the tree has been told of its recency before."""
+        if path := self.path(lease):
             use = Use(path, self.clock.monotonic())
             for policy in self._hearing:
                 policy.used(use)
+            if NVME in self.tiers:
+                self.writer.admission.used(use)
+                self.writing_through.published(path[-1])
 
     def release(self, lease: Lease) -> None:
         """End a lease: pages that nobody else needs may leave now."""

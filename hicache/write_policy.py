@@ -6,6 +6,9 @@
     write-through-selective   when a second request uses it: like write-through for what is shared, without the writes
                               for what nobody asks for again
 
+What NVMe admission refuses (`hicache.policy.admission`) is not written through either; it is asked about again when it
+is used, and when it leaves the host.
+
 Writing through takes nothing from the faster tiers and nobody waits for it. At most `BATCH_PAGES` pages and those above
 them are under way; what comes meanwhile waits as a list of nodes. Whatever is not written through, because the disk is
 slow or has no room, is written when it is demoted, as by default.
@@ -65,7 +68,8 @@ class WritingThrough:
             self._of_namespace[namespace.digest] = policy
 
     def published(self, node: Node) -> None:
-        """Pages up to the end of `node` were computed."""
+        """Pages up to the end of `node` were computed. Said again when the policies know of the prompt: before that,
+        some admission cannot judge them."""
         if self._policy(node) is WritePolicy.THROUGH:
             self._add(node)
 
@@ -79,7 +83,9 @@ class WritingThrough:
 
     def _add(self, node: Node) -> None:
         cache = self._cache
-        if NVME not in cache.tiers or cache.is_closing or node.residency(NVME) is Residency.RESIDENT:
+        if NVME not in cache.tiers or cache.is_closing or node.residency(NVME) is not Residency.ABSENT:
+            return
+        if node in self._waiting or not cache.writer.admits(node):
             return
         self._waiting[node] = None
         if len(self._waiting) > MAX_WAITING_NODES:

@@ -23,6 +23,7 @@ from hicache.lease import Lease
 from hicache.movers import PageMove, Priority
 from hicache.namespace import Namespace
 from hicache.node import Node
+from hicache.policy.admission import AdmissionPolicy, Verdict
 from hicache.residency import Residency
 from hicache.tier import (
     DEVICE,
@@ -89,14 +90,25 @@ class Flushed:
 class Writer:
     """Writes nodes of a cache's tree to its NVMe tier, each after those above it. Lives on the cache's loop."""
 
-    def __init__(self, cache: "Cache") -> None:
+    def __init__(self, cache: "Cache", admission: AdmissionPolicy) -> None:
         nvme: object = cache.tiers.get(NVME)
         self._cache: Final = cache
         self.tier: Final = nvme if isinstance(nvme, SupportsDurability) else None
         """The NVMe tier, if it survives a restart."""
+        self.admission: Final = admission
         self._past_host: Final = asyncio.Lock()
 
     # -- writing down -------------------------------------------------------------------------------------------------
+
+    def admits(self, node: Node) -> bool:
+        """Whether a node that NVMe does not have may be written there. Who asks also acts on it: a refusal is counted,
+        and the policy learns from what becomes of the node."""
+        verdict = self.admission.admits(node, self._cache.clock.monotonic())
+        if verdict is Verdict.ADMITTED:
+            return True
+        refused = self._cache.counters.refused_pages
+        refused[verdict.value] = refused.get(verdict.value, 0) + node.num_pages
+        return False
 
     async def write(self, targets: Callable[[], Sequence[Node]], *, deadline: float) -> int:
         """Copy nodes to NVMe, the most wanted first, in waves from the root down: each wave writes for every target the
@@ -172,6 +184,7 @@ class Writer:
                     node, _ = tree.split(node, len(slots))
                 taken, slots = slots[: node.num_pages], slots[node.num_pages :]
                 source = HOST if node.residency(HOST) is Residency.RESIDENT else DEVICE
+                self.admission.written(node, cache.clock.monotonic())
                 moving.append(cache.start_move(node, source, NVME, taken, Priority.WRITE_BACK))
         finally:
             cache.free({NVME: slots})

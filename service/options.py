@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
+from hicache.admissions import ALWAYS, check_admission
 from hicache.arguments import flag, whole
 from hicache.errors import BadRequest
 from hicache.layout import KVLayout
@@ -16,6 +17,8 @@ from hicache.prefill import PrefillCurve
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.striped import MAX_STORES
 from hicache.write_policy import WritePolicy
+
+SECONDS_PER_DAY: Final = 86_400.0
 
 Progress = Callable[[str, int, int], None]
 """What `HiCache.open` tells while a restart brings pages back: the phase, how much is done, and of how much."""
@@ -38,6 +41,7 @@ class Options:
     device: str
     metadata_bytes: int | None
     policy: str
+    admission: str
     write_policy: WritePolicy
     exclusive: bool
     prefill: PrefillCurve | Literal["measure"] | None
@@ -58,6 +62,7 @@ class Options:
         device: str,
         metadata_bytes: int | None,
         policy: str,
+        admission: str = ALWAYS,
         write_policy: str,
         exclusive: bool,
         prefill: PrefillCurve | Literal["measure"] | None,
@@ -86,6 +91,7 @@ class Options:
         num_tiers = 2 if nvme_dir is None else 3
         check_metadata_bytes(metadata_bytes, page_size=layout.page_size, num_tiers=num_tiers)
         check_policy(policy)
+        check_admission(admission)
         written = WritePolicy.named(write_policy)
         if flag("exclusive", exclusive) and written is not WritePolicy.DEMOTE:
             raise BadRequest("exclusive", f"contradicts {written.value}, which keeps copies on NVMe")
@@ -112,11 +118,18 @@ class Options:
             device=device,
             metadata_bytes=metadata_bytes,
             policy=policy,
+            admission=admission,
             write_policy=written,
             exclusive=exclusive,
             prefill=prefill,
             progress=progress,
         )
+
+    @property
+    def nvme_pages_per_s(self) -> float | None:
+        """Pages that the write budget grants in the long run; None without one."""
+        daily = self.nvme_write_bytes_per_day
+        return None if daily is None else daily / self.layout.page_bytes / SECONDS_PER_DAY
 
     def told(self, phase: str) -> Callable[[int, int], None]:
         """The opener's `progress` for one phase."""

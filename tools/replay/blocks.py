@@ -20,6 +20,20 @@ _LAYOUT: Final = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, dtyp
 _NAMESPACE: Final = Namespace(model="replay", layout=_LAYOUT)
 
 
+def block_root() -> Root:
+    """What the nodes of blocks lie below."""
+    return Root(_NAMESPACE, {HOST: 0})
+
+
+def block_node(root: Root, parent: Node, block: int) -> Node:
+    """A node of one block, as policies see it. Its parent does not know of it."""
+    key = block.to_bytes(ID_BYTES, "little")
+    node = Node(root, key, b"", 0, 1)
+    node._chain = key  # chained ids are digests of their prefixes
+    node._parent = parent
+    return node
+
+
 class BlockCache:
     """At most `capacity_blocks` blocks, evicted by `policy`. Ids are chained: equal id means equal whole prefix."""
 
@@ -28,7 +42,7 @@ class BlockCache:
         self._residency = policy if isinstance(policy, HearsResidency) else None
         self._uses = policy if isinstance(policy, HearsUses) else None
         self._capacity = capacity_blocks
-        self._root = Root(_NAMESPACE, {HOST: 0})
+        self._root = block_root()
         self._nodes: dict[int, Node] = {}
 
     def __contains__(self, block: int) -> bool:
@@ -63,14 +77,11 @@ class BlockCache:
         return found
 
     def _enter(self, parent: Node, block: int, now: float) -> Node:
-        key = block.to_bytes(ID_BYTES, "little")
-        node = Node(self._root, key, b"", 0, 1)
-        node._chain = key  # chained ids are digests of their prefixes
+        node = block_node(self._root, parent, block)
         node._last_access = now
-        node._parent = parent
         if parent._children is None:
             parent._children = {}
-        parent._children[key] = make_box(node)
+        parent._children[node._key] = make_box(node)
         self._nodes[block] = node
         if self._residency is not None:
             self._residency.entered(node)
