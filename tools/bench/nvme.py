@@ -7,7 +7,8 @@ file system, in one process, in short rounds that alternate; figures are medians
 - The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins.
 - Reads are cold: both sides go around the page cache, and no page is read twice in a round.
 - Writes go half into slots that were never used and half into slots that are freed to make room, as in a full tier.
-  What was accepted counts; `synced` counts the time until all of it is durable too, on both sides.
+  What was accepted counts; `synced` counts the time until all of it is durable too, on both sides. The store is large
+  enough to keep back as many slots as any larger one does (`RESERVE_BYTES`): with fewer, a full tier waits for commits.
 - One file a page through the page cache is what a cache without a format of its own does: written, then synced; and
   read after the page cache was told to forget it.
 
@@ -71,13 +72,13 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Rounds of each measurement."""
-        return max(12 // self.divisor, 2)
+        """Rounds of each measurement: together they fill a store that keeps all of `RESERVE_BYTES` back."""
+        return max(16 // self.divisor, 2)
 
     @property
     def round_bytes(self) -> int:
-        """What one side moves in a round."""
-        return (128 << 20) // self.divisor
+        """What one side moves in a round: long enough for its beginning and end to be small beside it."""
+        return (256 << 20) // self.divisor
 
     @property
     def short_round_bytes(self) -> int:
