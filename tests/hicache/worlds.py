@@ -20,6 +20,7 @@ from hicache.deciding import PrefillSpeeds
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.policies import LRU
+from hicache.policy.admission import AdmissionPolicy
 from hicache.prefill import PrefillCurve
 from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
@@ -128,6 +129,7 @@ async def opened(
     sync_s: float = 1e-3,
     eager: float = 0.2,
     policy: str = LRU,
+    admission: AdmissionPolicy | None = None,
     write_policy: WritePolicy = WritePolicy.DEMOTE,
     exclusive: bool = False,
     prefill: PrefillCurve | PrefillSpeeds | None = None,
@@ -175,6 +177,7 @@ async def opened(
         clock=world,
         policy=policy,
         metadata_bytes=metadata_bytes,
+        admission=admission,
         write_policy=write_policy,
         exclusive=exclusive,
         prefill=prefill,
