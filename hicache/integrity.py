@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache import metadata
+from hicache.care import DEFAULT_RANK, rank_of, without_retention
 from hicache.evictable import is_held, tiers_of_children
 from hicache.lease import Hold, Move
 from hicache.node import TIER_MASK, Box, Node, child_nodes, slots_of, state_of
@@ -46,6 +47,7 @@ def check_integrity(tree: "HiRadixTree") -> None:
     _check_metadata(tree, live, gone)
     _check_published(tree, live)
     _check_reports(tree, live)
+    _check_ranked(tree, live)
 
 
 def _reachable(tree: "HiRadixTree") -> list[Node]:
@@ -291,3 +293,13 @@ def _check_reports(tree: "HiRadixTree", live: list[Node]) -> None:
     assert reports.nodes_of == nodes_of, "12: instances and nodes disagree"
     assert reports.num_bytes == num_bytes <= reports.max_bytes, "12: reports are miscounted"
     assert not any(map(gc.is_tracked, (reports.by_node, *reports.nodes_of.values()))), "the collector sees reports"
+
+
+def _check_ranked(tree: "HiRadixTree", live: list[Node]) -> None:
+    until = tree._ranked.until
+    assert set(until) == {node.box for node in live if rank_of(node) != DEFAULT_RANK}, "9: ranks are miscounted"
+    for (node,), end in until.items():
+        assert (end is not None) == (without_retention(rank_of(node)) != rank_of(node)), "9: a rank is another one"
+        assert end is None or any(each == end and box == (node,) for each, _, box in tree._ranked._ends), (
+            "9: a retention never ends"
+        )

@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 import numpy.typing as npt
 
 from hicache.arguments import moment, name, whole
+from hicache.caring import Caring
 from hicache.errors import BadRequest, NoRoom
 from hicache.evictable import is_held
 from hicache.metadata import ROOT_BYTES
@@ -38,7 +39,7 @@ class _Step:
         return Removed(tree._freed(self.freed), self.num_pages, self.num_pending, tuple(self.held))
 
 
-class Leaving(Structure):
+class Leaving(Caring):
     """What takes pages out of tiers and out of the tree."""
 
     def can_evict(self, node: Node, tier: TierId) -> bool:
@@ -59,6 +60,7 @@ class Leaving(Structure):
         index = tier_index(self._tier_index, tier)
         num_pages = whole("num_pages", num_pages, 0)
         self._advance(moment("now", now))
+        self._end_retentions()
         return self._evictable.victims(index, num_pages)
 
     def evict(self, node: Node, tier: TierId, num_pages: int | None = None) -> Freed:

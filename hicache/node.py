@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 MAX_TIERS: Final = 8
 """Most tiers of one tree: states are kept as bit masks of eight tiers each."""
 TIER_MASK: Final = (1 << MAX_TIERS) - 1
-# A node's states are three masks over tier indices in one integer, and a bit above them.
+# A node's states are three masks over tier indices in one integer, and a few bits above them.
 ARRIVING_SHIFT: Final = MAX_TIERS
 CONDEMNED_SHIFT: Final = 2 * MAX_TIERS
 PUBLISHED: Final = 1 << 3 * MAX_TIERS
 """Set in the states of a node whose pages other tenants may read (`hicache.published`)."""
+RANK_SHIFT: Final = 3 * MAX_TIERS + 1
+"""From this bit of the states on: the rank by which a node leaves, 0 for the ordinary one (`hicache.care`)."""
+RANK_MASK: Final = (1 << 5) - 1
 # How many children are in a tier (ARRIVING or RESIDENT): one field of 32 bits a tier in one integer.
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.arguments import name, whole
+from hicache.care import Ranked
 from hicache.collector import untrack
 from hicache.errors import BadRequest, NotResident
 from hicache.evictable import Evictable, is_held
@@ -34,6 +35,8 @@ from hicache.node import (
     COUNT_MASK,
     MAX_TIERS,
     PUBLISHED,
+    RANK_MASK,
+    RANK_SHIFT,
     TIER_MASK,
     Box,
     Node,
@@ -82,6 +85,7 @@ class Structure:
         self._roots: Final[dict[bytes, Root]] = {}
         self._limbo: Final[set[Node]] = set()  # left the tree, with CONDEMNED copies
         self._published: Final = Published()
+        self._ranked: Final = Ranked()
         if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
             raise BadRequest("page_size", f"{page_size!r} is not within 1 to {MAX_PAGE_SIZE} tokens")
         if isinstance(tiers, str) or not isinstance(tiers, Sequence):
@@ -325,6 +329,8 @@ class Structure:
         self._evictable.split(upper, node)
         if states & PUBLISHED:
             self._published.split(upper, node)
+        if states >> RANK_SHIFT:
+            self._ranked.note(upper, self._ranked.until[box])
         if self._reports.by_node:
             self._reports.split(upper, node)
         self._num_nodes += 1
@@ -363,6 +369,8 @@ class Structure:
     def _merge(self, upper: Node, lower: Node) -> None:
         if self._reports.by_node:
             self._reports.merge(upper, lower)
+        if upper._states >> RANK_SHIFT:
+            self._ranked.merge(upper, lower)
         later = upper._last_access > lower._last_access
         is_heard = bool(self._evictable.hears_shape)
         states = lower._states
@@ -424,6 +432,9 @@ class Structure:
             self._published.withdraw(node)
         if self._reports.by_node:
             self._reports.leave(node)
+        if node._states >> RANK_SHIFT:
+            self._ranked.drop(node)
+            node._states &= ~(RANK_MASK << RANK_SHIFT)
         in_tier = (node._states | node._states >> ARRIVING_SHIFT) & TIER_MASK
         for index in range(in_tier.bit_length()):
             if not in_tier >> index & 1:

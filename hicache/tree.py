@@ -6,7 +6,8 @@ One radix tree over token ids a namespace. A node is a run of whole pages with o
     structure   linking, splitting and joining nodes, residencies and their counts
     leasing     leases                    moving    pins and moves
     leaving     eviction, removal, flush  publishing, reporting   prefixes for other tenants, hints of engines
-    restoring   what survived a restart   tree      matching, inserting, identities, inspection
+    caring      by which rank pages leave       restoring   what survived a restart
+    tree        matching, inserting, identities, inspection
 
 Invariants, checked by `check_integrity` (`hicache.integrity`):
 

@@ -1,12 +1,15 @@
 """Eviction policies beside a plain count of their tier: what they are told adds up, and so does what they keep."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from hicache.care import rank_of
 from hicache.node import Box, Node
 from hicache.policies import NAMES
 from hicache.policy.base import EvictionPolicy, Use
 from hicache.policy.lru import LruPolicy
 from hicache.policy.s3fifo import S3FifoPolicy
+from hicache.policy.shared import IDLE_S, SharedPolicy
 from hicache.policy.slru import SlruPolicy
 
 
@@ -62,14 +65,28 @@ class Told(LruPolicy):
             assert node.last_access <= use.now
 
 
-POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = {**NAMES, "told": lambda capacity_pages: Told()}
-"""Every policy that has a name, and one that looks at what it is told; for a tier of so many pages."""
+def _shared(name: str, capacity_pages: int) -> SharedPolicy:
+    def make() -> EvictionPolicy:
+        return NAMES[name](capacity_pages)
+
+    return SharedPolicy(make, make, capacity_pages=capacity_pages, quotas={"c": capacity_pages // 3})
+
+
+POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = {
+    **NAMES,
+    "told": lambda capacity_pages: Told(),
+    **{f"shared {name}": partial(_shared, name) for name in NAMES},
+}
+"""Every policy that has a name, alone and shared among tenants, and one that looks at what it is told; for a tier of so
+many pages."""
 
 
 def check_counts(policy: EvictionPolicy, in_tier: Mapping[Node, int]) -> None:
     """Compare what a policy counts with the nodes that its tier holds or awaits, and their pages."""
     pages = {node.box: count for node, count in in_tier.items()}
-    if isinstance(policy, Told):
+    if isinstance(policy, SharedPolicy):
+        _check_shared(policy, in_tier)
+    elif isinstance(policy, Told):
         assert policy.pages == pages
     elif isinstance(policy, S3FifoPolicy):
         assert set(policy._entries) == set(pages), "it knows other nodes than the tier has"
@@ -84,3 +101,40 @@ def check_counts(policy: EvictionPolicy, in_tier: Mapping[Node, int]) -> None:
         assert set(policy._protected) <= set(pages), "it protects what the tier does not have"
         protected = sum([pages[box] for box in policy._protected])
         assert policy._protected_pages == protected, "protected pages are miscounted"
+
+
+def _check_shared(policy: SharedPolicy, in_tier: Mapping[Node, int]) -> None:
+    held: dict[str, dict[Node, int]] = {}
+    for node, count in in_tier.items():
+        held.setdefault(node.tenant, {})[node] = count
+    pages = {name: sum(nodes.values()) for name, nodes in held.items()}
+    assert policy.pages_by_tenant() == pages
+    for name, tenant in policy._tenants.items():
+        check_counts(tenant.main, held.get(name, {}))
+    _check_order(policy, list(policy.victims()), dict(pages))
+
+
+def _check_order(policy: SharedPolicy, victims: list[Node], pages: dict[str, int]) -> None:
+    """Each victim is of the one who holds most for his share, of those who may lose something; lower ranks first."""
+    assert len(victims) == len(set(victims))
+    idle = {
+        name
+        for name, tenant in policy._tenants.items()
+        if tenant.quota is None and not tenant.last_used >= policy._now - IDLE_S
+    }
+    active = [name for name in pages if name not in idle and name not in policy._quotas]
+    part = policy._unreserved / max(1, len(active) + any(name in pages for name in idle))
+    ranks: dict[str, int] = {}
+    left = [node.tenant for node in victims]
+    for node in victims:
+        excess: dict[str, float] = {}
+        for name in left:
+            if name in idle:
+                excess[name] = sum([count for other, count in pages.items() if other in idle]) / part
+            else:
+                excess[name] = pages[name] / max(0.5, policy._quotas.get(name, part))
+        assert excess[node.tenant] >= max(excess.values()) - 1e-6, "another tenant holds more for its share"
+        assert ranks.get(node.tenant, 0) <= rank_of(node), "what is cared for less stays"
+        ranks[node.tenant] = rank_of(node)
+        pages[node.tenant] -= node.num_pages
+        left.remove(node.tenant)

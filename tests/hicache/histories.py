@@ -70,6 +70,8 @@ class Page:
     alive: bool = True
     reports: set[TierId] = field(default_factory=set)
     """Engines that say they have it."""
+    priority: int = 0
+    retained_until: float | None = None
 
     def is_in(self, tier: TierId) -> bool:
         return self.copies.get(tier, ("",))[0] in (ARRIVING, RESIDENT)
@@ -138,7 +140,7 @@ class History:
         ]
         self.budget = pick.choice([None, None, None, 3_000, 6_000, 12_000]) if not self.is_wide else None
         self.capacity = WIDE_CAPACITY if self.is_wide else CAPACITY
-        self.policy = policy or pick.choice([LRU, LRU, LRU, *POLICIES])
+        self.policy = policy or pick.choice([*[LRU] * 5, *POLICIES])
         self.policies = {tier: POLICIES[self.policy](self.capacity) for tier in self.tiers}
         self.tree = make_tree(
             page_size=self.page_size, tiers=self.tiers, policies=self.policies, metadata_bytes=self.budget
@@ -348,6 +350,7 @@ class History:
             assert all(flags.any() for flags in reported.values())
             for number, page in enumerate(pages):
                 assert {instance for instance, flags in reported.items() if flags[number]} == page.reports
+            assert {page.priority for page in pages} == {self.tree.priority(node)}, "another priority than was given"
             leases = sum(end is pages[-1] for end in self._leased_ends())
             assert node.num_leases == leases, (node.num_leases, leases)
             line = self._line(pages[-1].path)
@@ -391,9 +394,18 @@ class History:
             and (not slowest or self._may_evict(page, tier))
         }
         assert found == expected, (tier, found ^ expected)
+        self._compare_retained()
         if self.policy == LRU:
             times = [node.last_access for node in victims]
             assert times == sorted(times), "victims are not in order of use"
+
+    def _compare_retained(self) -> None:
+        """Victims were just asked for: what is retained no longer has been looked at. A run that was joined is retained
+        as long as one of its parts."""
+        for node in self.nodes():
+            ends = [page.retained_until for page in self.pages_of(node) if page.retained_until is not None]
+            until = max([end for end in ends if end > self.now], default=None)
+            assert self.tree.retained_until(node) == until, "retained for another time than was asked"
 
     def check_policies(self) -> None:
         """What the policies count is what is in their tiers."""
@@ -716,6 +728,18 @@ class History:
         for policy in self.policies.values():
             if isinstance(policy, HearsUses):
                 policy.used(Use(self.tree.path(node), self.now))
+
+    def do_care(self) -> None:
+        node = self.any_node()
+        if node is None:
+            return
+        priority, until = self.random.choice([-4, -1, 0, 0, 3]), self.random.choice([None, self.now + 3.0, self.now])
+        nodes = [node]
+        while (above := nodes[-1].parent) is not None and len(above.children) == 1:
+            nodes.append(above)
+        for page in [page for each in nodes for page in self.pages_of(each)]:
+            page.priority, page.retained_until = priority, until
+        self.tree.care(node, priority=priority, retain_until=until, now=self.now)
 
     def do_lease(self) -> None:
         space, pages = self.any_readable_path()

@@ -1,0 +1,314 @@
+"""One tier shared among tenants, and among pages that callers care about more or less.
+
+A tier is kept by one policy for each tenant, and this one says whose turn it is to lose something:
+
+1. Every tenant has a share of the tier. With a quota, that is the quota. The others have equal parts of what quotas
+   leave: one for each tenant that used the tier within `IDLE_S`, and one for all the idle ones together, of which the
+   one that has been idle longest loses first.
+2. The next victim is of the tenant that holds most for its share. In a full tier that is one that holds no less than
+   its share: a tenant below its share loses a page only when none above its own has one that may leave. Nobody is
+   refused room for being above: what others do not use is there to be used.
+3. Of the pages of one tenant, those that are not retained leave first, then those of lower rank (`hicache.care`), and
+   among equals the policy decides. Retained pages leave when nothing else of their tenant may: they never stop anybody.
+   So no hint of one tenant keeps a page of another one from its share.
+
+Choosing costs O(log n) in tenants and pages, beyond what the tenant's own policy costs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, merge
+from typing import Final
+
+from hicache.care import DEFAULT_RANK, rank_of
+from hicache.node import Box, Node
+from hicache.policy.base import EvictionPolicy, HearsHints, HearsResidency, HearsShape, HearsUses, Hint, Use
+from hicache.sortedchunks import SortedChunks
+
+IDLE_S: Final = 600.0
+"""Seconds without a use after which a tenant without a quota has no share of its own."""
+EMPTY_MAX: Final = 64
+"""Tenants without a page whose policies, and what these remember, are kept."""
+
+
+_LEAST_QUOTA: Final = 0.5
+"""Pages that a quota of none counts for: who has one holds too much with its first page."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """What the tier holds of one tenant."""
+
+    name: str
+    serial: int
+    main: EvictionPolicy
+    """Keeps all pages of ordinary rank, and knows of all others."""
+    quota: int | None
+    pages: int = 0
+    num_listed: int = 0
+    last_used: float = float("-inf")
+    is_idle: bool = True
+    place: tuple[float, int] | None = None
+    """Where it stands in the order of claims: while it may lose something, and is not idle."""
+    ranked: dict[int, EvictionPolicy] = field(default_factory=dict)
+    """Those of other ranks: each knows what is listed in it."""
+
+    def policies(self) -> list[EvictionPolicy]:
+        return [self.main, *self.ranked.values()]
+
+    def victims(self) -> Iterator[Node]:
+        if not self.ranked:
+            return self.main.victims()
+        return self._by_rank()
+
+    def _by_rank(self) -> Iterator[Node]:
+        for rank in sorted([DEFAULT_RANK, *self.ranked]):
+            yield from (self.main if rank == DEFAULT_RANK else self.ranked[rank]).victims()
+
+
+@dataclass(slots=True, order=True)
+class _Claim:
+    """Somebody who holds pages, for the choice of victims."""
+
+    excess: float
+    """Pages held for each page of the share, negative."""
+    serial: int
+    share: float = field(compare=False)
+    nodes: Iterator[Node] = field(compare=False)
+
+    def lose(self, num_pages: int) -> None:
+        self.excess += num_pages / self.share
+
+
+class SharedPolicy:
+    """The policies of one tier's tenants, in the order of the module's docstring.
+
+    Args:
+        make: makes the policy of a tenant.
+        make_ranked: makes one for its pages of another rank than the ordinary one.
+        capacity_pages: the tier's.
+        quotas: pages of the tier, by tenant; their sum is at most its capacity.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], EvictionPolicy],
+        make_ranked: Callable[[], EvictionPolicy],
+        *,
+        capacity_pages: int,
+        quotas: Mapping[str, int] | None = None,
+    ) -> None:
+        self._make, self._make_ranked = make, make_ranked
+        self._quotas = dict(quotas or {})
+        self._unreserved = max(1, capacity_pages - sum(self._quotas.values()))
+        self._tenants: dict[str, _Tenant] = {}
+        self._serial = 0
+        self._now = float("-inf")
+        self._ranks: dict[Box, int] = {}
+        """Of listed nodes, where it is not the ordinary one."""
+        self._with_quota: SortedChunks[tuple[float, int]] = SortedChunks()
+        self._active: SortedChunks[tuple[float, int]] = SortedChunks()
+        self._by_serial: dict[int, _Tenant] = {}
+        self._num_active = 0
+        """Tenants in `_by_use` that hold pages."""
+        self._by_use: OrderedDict[_Tenant, None] = OrderedDict()  # not idle, without a quota; used longest ago first
+        self._idle: OrderedDict[_Tenant, None] = OrderedDict()  # idle longest first
+        self._idle_pages = 0
+        self._moved: set[_Tenant] = set()
+        """Tenants whose place is not that of their pages any more."""
+        self._empty: OrderedDict[_Tenant, None] = OrderedDict()
+
+    # -- what a tenant's policies are told ----------------------------------------------------------------------------
+
+    def entered(self, node: Node) -> None:
+        tenant = self._tenant(node)
+        self._count(tenant, node.num_pages)
+        if isinstance(tenant.main, HearsResidency):
+            tenant.main.entered(node)
+
+    def left(self, node: Node) -> None:
+        tenant = self._tenant(node)
+        self._count(tenant, -node.num_pages)
+        if isinstance(tenant.main, HearsResidency):
+            tenant.main.left(node)
+
+    def add(self, node: Node, now: float) -> None:
+        self._now = max(self._now, now)
+        tenant, rank = self._tenant(node), rank_of(node)
+        tenant.num_listed += 1
+        if tenant.num_listed == 1:
+            self._moved.add(tenant)
+        if rank == DEFAULT_RANK:
+            tenant.main.add(node, now)
+            return
+        policy = tenant.ranked.get(rank)
+        if policy is None:
+            policy = tenant.ranked[rank] = self._make_ranked()
+        self._ranks[node.box] = rank
+        if isinstance(policy, HearsResidency):
+            policy.entered(node)
+        policy.add(node, now)
+
+    def discard(self, node: Node) -> None:
+        tenant, rank = self._tenant(node), self._ranks.pop(node.box, None)
+        tenant.num_listed -= 1
+        if not tenant.num_listed:
+            self._moved.add(tenant)
+        if rank is None:
+            tenant.main.discard(node)
+            return
+        policy = tenant.ranked[rank]
+        policy.discard(node)
+        if isinstance(policy, HearsResidency):
+            policy.left(node)
+
+    def touch(self, node: Node, now: float) -> None:
+        tenant, rank = self._tenant(node), self._ranks.get(node.box)
+        (tenant.main if rank is None else tenant.ranked[rank]).touch(node, now)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        tenant = self._tenant(lower)
+        for policy in tenant.policies():
+            policy.split(upper, lower)
+        ranked = tenant.ranked.get(self._ranks.get(lower.box, DEFAULT_RANK))
+        if isinstance(ranked, HearsResidency):
+            ranked.left(upper)  # it comes when it may leave, as all that this one knows
+
+    def joined(self, upper: Node, lower: Node) -> None:
+        for policy in self._tenant(lower).policies():
+            if isinstance(policy, HearsShape):
+                policy.joined(upper, lower)
+
+    def used(self, use: Use) -> None:
+        self._now = max(self._now, use.now)
+        tenant = self._tenant(use.path[0])
+        tenant.last_used = self._now
+        if tenant.quota is None:
+            if tenant.is_idle:
+                tenant.is_idle = False
+                self._idle.pop(tenant, None)
+                self._idle_pages -= tenant.pages
+                self._num_active += bool(tenant.pages)
+                self._moved.add(tenant)
+            self._by_use[tenant] = None
+            self._by_use.move_to_end(tenant)
+        for policy in tenant.policies():
+            if isinstance(policy, HearsUses):
+                policy.used(use)
+
+    def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
+        for policy in self._tenant(path[0]).policies():
+            if isinstance(policy, HearsHints):
+                policy.hinted(path, hint, now)
+
+    # -- whose turn it is ---------------------------------------------------------------------------------------------
+
+    def pages_by_tenant(self) -> dict[str, int]:
+        """Pages that the tier holds or awaits of each tenant."""
+        return {tenant.name: tenant.pages for tenant in self._tenants.values() if tenant.pages}
+
+    def victims(self) -> Iterator[Node]:
+        if len(self._tenants) == 1:
+            (tenant,) = self._tenants.values()
+            return tenant.victims()
+        self._settle()
+        return self._by_claim()
+
+    def _by_claim(self) -> Iterator[Node]:
+        """Of each claim in turn what leaves first, the largest excess first; claims shrink with what they give."""
+        with_quota, active = self._claims(self._with_quota, None), self._claims(self._active, self._part())
+        waiting = merge(with_quota, active, self._idle_claim())
+        following = next(waiting, None)
+        drawn: list[_Claim] = []
+        while drawn or following is not None:
+            if following is not None and (not drawn or following < drawn[0]):
+                heappush(drawn, following)
+                following = next(waiting, None)
+                continue
+            claim = heappop(drawn)
+            node = next(claim.nodes, None)
+            if node is not None:
+                yield node
+                claim.lose(node.num_pages)
+                heappush(drawn, claim)
+
+    def _part(self) -> float:
+        """Pages that each of those without a quota may have: the idle ones have one part together."""
+        return self._unreserved / max(1, self._num_active + bool(self._idle_pages))
+
+    def _claims(self, order: SortedChunks[tuple[float, int]], part: float | None) -> Iterator[_Claim]:
+        for _, serial in order:
+            tenant = self._by_serial[serial]
+            share = part if part is not None else max(_LEAST_QUOTA, tenant.quota or 0)
+            yield _Claim(-tenant.pages / share, serial, share, tenant.victims())
+
+    def _idle_claim(self) -> Iterator[_Claim]:
+        if self._idle_pages:
+            nodes = (node for tenant in list(self._idle) for node in tenant.victims())
+            yield _Claim(-self._idle_pages / self._part(), -1, self._part(), nodes)
+
+    # -- keeping count ------------------------------------------------------------------------------------------------
+
+    def _tenant(self, node: Node) -> _Tenant:
+        name = node.tenant
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            self._serial += 1
+            tenant = self._tenants[name] = _Tenant(name, self._serial, self._make(), self._quotas.get(name))
+            self._by_serial[self._serial] = tenant
+            self._empty[tenant] = None
+            if len(self._tenants) == 2:
+                self._moved.update(self._tenants.values())
+            self._forget_empty()
+        return tenant
+
+    def _forget_empty(self) -> None:
+        while len(self._empty) > EMPTY_MAX:
+            tenant, _ = self._empty.popitem(last=False)
+            self._by_use.pop(tenant, None)
+            self._idle.pop(tenant, None)
+            self._moved.discard(tenant)
+            del self._tenants[tenant.name], self._by_serial[tenant.serial]
+
+    def _count(self, tenant: _Tenant, num_pages: int) -> None:
+        had = bool(tenant.pages)
+        tenant.pages += num_pages
+        has = bool(tenant.pages)
+        if has != had:
+            if has:
+                del self._empty[tenant]
+            else:
+                self._empty[tenant] = None
+        if tenant.quota is None and tenant.is_idle:
+            self._idle_pages += num_pages
+            if has and not had:
+                self._idle[tenant] = None
+            elif had and not has:
+                del self._idle[tenant]
+            return
+        if tenant.quota is None:
+            self._num_active += has - had
+        if len(self._tenants) > 1:
+            self._moved.add(tenant)
+
+    def _settle(self) -> None:
+        """Bring the orders up to date: who has become idle, and the places of those whose pages have changed."""
+        while self._by_use and (tenant := next(iter(self._by_use))).last_used < self._now - IDLE_S:
+            del self._by_use[tenant]
+            tenant.is_idle = True
+            if tenant.pages:
+                self._idle[tenant] = None
+                self._idle_pages += tenant.pages
+                self._num_active -= 1
+            self._moved.add(tenant)
+        for tenant in self._moved:
+            order = self._active if tenant.quota is None else self._with_quota
+            if tenant.place is not None:
+                order.remove(tenant.place)
+                tenant.place = None
+            if tenant.num_listed and not (tenant.quota is None and tenant.is_idle):
+                share = 1.0 if tenant.quota is None else max(_LEAST_QUOTA, tenant.quota)
+                tenant.place = (-tenant.pages / share, tenant.serial)
+                order.add(tenant.place)
+        self._moved.clear()
