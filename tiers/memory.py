@@ -63,7 +63,7 @@ class MemoryTier(ABC):
         self._held: list[Held | None] = [None] * capacity_pages
         self._num_threads = num_threads
         self._chunk_bytes = chunk_bytes
-        self._executor = _started_executor(tier_id, num_threads)
+        self._executor = started_executor(tier_id, num_threads)
         self._under_way: set[asyncio.Future[None]] = set()
         """One future a request whose copies have begun, done when they have ended."""
         self._being_written: dict[int, asyncio.Future[None]] = {}
@@ -280,8 +280,9 @@ def capacity_in_pages(page_stride: int, capacity_pages: int | None, capacity_byt
     return capacity_pages
 
 
-def _started_executor(tier_id: TierId, num_threads: int) -> ThreadPoolExecutor:
-    """A pool whose threads all run: handing it work later cannot fail for want of one."""
+def started_executor(tier_id: TierId, num_threads: int) -> ThreadPoolExecutor:
+    """A pool whose threads all run, named for what they serve: handing it work later cannot fail for want of one.
+    Raises `TierUnavailable` when they cannot be had."""
     executor = ThreadPoolExecutor(num_threads, thread_name_prefix=f"hicache-{tier_id}")
     everybody = threading.Barrier(num_threads)
     try:

@@ -27,6 +27,7 @@ from hicache.tools.exits import CommandFailed, Exit, UsageProblem
 from hicache.tools.terminal import printable
 
 COMMANDS: Final = {
+    "serve": "run the sidecar: one cache that the engines of this machine share",
     "demo": "answer questions over documents with a real model, and show what the cache does and saves",
     "tree": "show the cached prefixes of a saved snapshot: where they are, bytes, recency, leases",
     "stats": "show tiers, lanes and counters of a saved snapshot",

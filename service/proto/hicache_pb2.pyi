@@ -114,6 +114,14 @@ class Hello(_message.Message):
     name: str
     def __init__(self, protocol: _Optional[int] = ..., tenant: _Optional[str] = ..., secret: _Optional[bytes] = ..., staging_bytes: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
+class HelloReply(_message.Message):
+    __slots__ = ("welcome", "error")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    error: Error
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
 class Welcome(_message.Message):
     __slots__ = ("protocol", "boot_id", "token", "session_id", "page_size", "page_bytes", "slot_stride", "arena_slots", "staging_slots", "attach_ms", "lease_ms", "max_tokens", "max_leases", "max_leased_pages")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -331,26 +339,6 @@ class PrefetchReply(_message.Message):
     num_begun: int
     num_left_out: int
     def __init__(self, num_there: _Optional[int] = ..., num_begun: _Optional[int] = ..., num_left_out: _Optional[int] = ...) -> None: ...
-
-class HintRequest(_message.Message):
-    __slots__ = ("prefix", "returns", "expected_return_ms", "retain_ms", "priority")
-    PREFIX_FIELD_NUMBER: _ClassVar[int]
-    RETURNS_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_RETURN_MS_FIELD_NUMBER: _ClassVar[int]
-    RETAIN_MS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    prefix: Prefix
-    returns: bool
-    expected_return_ms: int
-    retain_ms: int
-    priority: int
-    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., returns: _Optional[bool] = ..., expected_return_ms: _Optional[int] = ..., retain_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
-
-class HintReply(_message.Message):
-    __slots__ = ("num_tokens",)
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    num_tokens: int
-    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("view",)

@@ -1,0 +1,219 @@
+"""What each call sends, and what it makes of the reply, without any I/O.
+
+A call is a generator: it yields requests, is sent their replies (or has an error thrown into it), and returns its
+result. `hicache.service.client.client` carries them out with a channel that blocks, `aio` with one that is awaited; so
+there is one place for what a call means.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
+
+from hicache.errors import BadRequest, LeaseExpired
+from hicache.namespace import Namespace
+from hicache.service.client.memory import Memory
+from hicache.service.client.prompt import Prompt
+from hicache.service.client.results import (
+    TIER_NAMES,
+    Committed,
+    Durability,
+    Lookup,
+    Outcome,
+    Pinned,
+    Prefetched,
+    reason_name,
+)
+from hicache.service.errors import UnknownHandle
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.wire import unpack_int32, unpack_int64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call to be made: the name of a method of the service `Cache`, and its message."""
+
+    method: str
+    message: Message
+
+
+Steps = Generator[Request, Any, T]
+"""A call under way: yields requests, is sent their replies."""
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One session with one server, from its hello on."""
+
+    welcome: pb.Welcome
+    memory: Memory
+    namespaces: dict[Namespace, int] = field(default_factory=dict)
+    durable_sequence: int = 0
+    lost: set[int] = field(default_factory=set)
+    """Promises of durability that were not kept."""
+    is_draining: bool = False
+    is_over: bool = False
+    """The session has ended, or its server has."""
+
+    def hear(self, notice: pb.Notice) -> None:
+        """The server tells something on the session's stream."""
+        self.durable_sequence = max(self.durable_sequence, notice.durable_sequence)
+        self.lost.update(notice.lost)
+        self.is_draining = notice.draining
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """What a lease was given."""
+
+    lease_id: int
+    num_tokens: int
+    first_page: int
+    slots: Any
+    """`array("i")`: arena slots of the pages from `first_page` on."""
+    generations: Any
+    """`array("q")`, one a slot."""
+    cut_short: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What a reservation was given."""
+
+    outcome: Outcome
+    reason: str
+    reservation_id: int
+    first_page: int
+    staging_slots: Any
+    """`array("i")`."""
+
+
+def _with_prefix(
+    attachment: Attachment, prompt: Prompt, num_tokens: int, ask: Callable[[pb.Prefix], Request]
+) -> Steps[Any]:
+    """Make a call about the first tokens of a prompt; again with all of them if the server has forgotten the handle."""
+    if not isinstance(prompt, Prompt):
+        raise BadRequest("prompt", f"{type(prompt).__name__} is no Prompt")
+    number = attachment.namespaces.get(prompt.namespace)
+    if number is None:
+        reply = yield Request("Register", pb.RegisterRequest(record=prompt.namespace.encode()))
+        number = attachment.namespaces[prompt.namespace] = reply.namespace_id
+    handle, tokens = prompt.since(attachment, num_tokens)
+    try:
+        return (yield ask(pb.Prefix(namespace_id=number, handle=handle, tokens=tokens)))
+    except UnknownHandle:
+        prompt.forget()
+        _, tokens = prompt.since(attachment, num_tokens)
+        return (yield ask(pb.Prefix(namespace_id=number, tokens=tokens)))
+
+
+def lookup(attachment: Attachment, prompt: Prompt) -> Steps[Lookup]:
+    """How much of a prompt is cached, and where."""
+    reply = yield from _with_prefix(
+        attachment, prompt, len(prompt), lambda prefix: Request("Lookup", pb.LookupRequest(prefix=prefix))
+    )
+    prompt.learn(attachment, reply.handle, reply.num_tokens)
+    runs = tuple([(TIER_NAMES.get(run.tier, "?"), run.num_tokens) for run in reply.runs])
+    return Lookup(reply.num_tokens, reply.partial_tokens, runs)
+
+
+def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Granted]:
+    """Have what is cached of a prompt brought to the arena and kept there."""
+    reply = yield from _with_prefix(
+        attachment,
+        prompt,
+        len(prompt),
+        lambda prefix: Request("Acquire", pb.AcquireRequest(prefix=prefix, first_page=first_page)),
+    )
+    prompt.learn(attachment, reply.handle, reply.num_tokens)
+    return Granted(
+        reply.lease,
+        reply.num_tokens,
+        reply.first_page,
+        unpack_int32(reply.slots),
+        unpack_int64(reply.generations),
+        reason_name(reply.cut_short),
+    )
+
+
+def pin(attachment: Attachment, prompt: Prompt) -> Steps[Pinned]:
+    """Have what is cached of a prompt kept in the cache."""
+    reply = yield from _with_prefix(
+        attachment, prompt, len(prompt), lambda prefix: Request("Pin", pb.PinRequest(prefix=prefix))
+    )
+    return Pinned(reply.lease, reply.num_tokens)
+
+
+def release(attachment: Attachment, ids: list[int]) -> Steps[int]:
+    """Give leases and reservations back."""
+    reply = yield Request("Release", pb.ReleaseRequest(ids=ids))
+    return int(reply.num_released)
+
+
+def reserve(attachment: Attachment, prompt: Prompt, num_tokens: int | None, first_page: int) -> Steps[Reserved]:
+    """Ask for room for the pages of a prompt that are not cached."""
+    page_size = attachment.welcome.page_size
+    whole = len(prompt) // page_size * page_size
+    if num_tokens is None:
+        num_tokens = whole
+    if not 1 <= num_tokens <= whole or num_tokens % page_size:
+        problem = f"{num_tokens} is not one or more whole pages of {page_size} within {len(prompt)} tokens"
+        raise BadRequest("num_tokens", problem)
+    reply = yield from _with_prefix(
+        attachment,
+        prompt,
+        num_tokens,
+        lambda prefix: Request("Reserve", pb.ReserveRequest(prefix=prefix, first_page=first_page)),
+    )
+    return Reserved(
+        Outcome(reply.outcome),
+        reason_name(reply.reason),
+        reply.reservation,
+        reply.first_page,
+        unpack_int32(reply.staging_slots),
+    )
+
+
+def commit(
+    attachment: Attachment, of: Attachment, reserved: Reserved, prompt: Prompt, durability: Durability, checksums: bytes
+) -> Steps[Committed]:
+    """Say that a reservation's staging slots hold its pages. `of` is the session that it was made in."""
+    if attachment is not of or of.is_over:
+        raise LeaseExpired("reservation", "its session has ended")
+    message = pb.CommitRequest(
+        reservation=reserved.reservation_id, durability=durability.value, checksums=checksums
+    )
+    reply = yield Request("Commit", message)
+    prompt.learn(attachment, reply.handle, reply.num_tokens)
+    attachment.durable_sequence = max(attachment.durable_sequence, reply.durable_sequence)
+    return Committed(Outcome(reply.outcome), reason_name(reply.reason), reply.num_tokens, reply.sequence)
+
+
+def prefetch(attachment: Attachment, prompt: Prompt, within_s: float, max_pages: int) -> Steps[Prefetched]:
+    """Have what NVMe alone has of a prompt brought to the arena."""
+    milliseconds = max(1, round(within_s * 1000))
+    reply = yield from _with_prefix(
+        attachment,
+        prompt,
+        len(prompt),
+        lambda prefix: Request(
+            "Prefetch", pb.PrefetchRequest(prefix=prefix, within_ms=milliseconds, max_pages=max_pages)
+        ),
+    )
+    return Prefetched(reply.num_there, reply.num_begun, reply.num_left_out)
+
+
+REPLIES: Final[Mapping[str, type[Message]]] = {
+    "Register": pb.RegisterReply,
+    "Lookup": pb.LookupReply,
+    "Acquire": pb.AcquireReply,
+    "Pin": pb.PinReply,
+    "Release": pb.ReleaseReply,
+    "Reserve": pb.ReserveReply,
+    "Commit": pb.CommitReply,
+    "Prefetch": pb.PrefetchReply,
+}
+"""What each method answers."""

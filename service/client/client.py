@@ -1,0 +1,263 @@
+"""The client whose calls block."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from hicache.errors import BadRequest, Closed, DeadlineExceeded, HicacheError
+from hicache.service import wire
+from hicache.service.client import calls
+from hicache.service.client.calls import Attachment, Reserved, Steps
+from hicache.service.client.memory import Memory
+from hicache.service.client.pages import Lease, Reservation
+from hicache.service.client.prompt import Prompt
+from hicache.service.client.results import Committed, Durability, Lookup, Pinned, Prefetched
+from hicache.service.client.transport import GrpcTransport, Transport
+from hicache.service.errors import UnknownSession, Unreachable
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.sockets import default_directory
+
+DEFAULT_TIMEOUT_S: Final = 10.0
+"""How long a call may take."""
+DEFAULT_STAGING_BYTES: Final = 64 << 20
+"""Staging memory that is asked for."""
+BEATS_A_LEASE: Final = 4
+"""Beats within the lease time."""
+
+T = TypeVar("T")
+
+
+def connect(
+    socket_dir: str | Path | None = None,
+    *,
+    tenant: str = "",
+    secret: bytes = b"",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    name: str = "",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    transport: Callable[[], Transport] | None = None,
+) -> "Client":
+    """Begin a session with the server whose sockets are in `socket_dir`, by default this user's own.
+
+    Args:
+        tenant, secret: as the server's configuration has them; nothing where it has no tenants.
+        staging_bytes: memory for pages that are to be written, shared by all reservations; 0 for a client that reads.
+        name: shown to the operator, at most 64 characters.
+        timeout_s: how long a call may take that is given no time of its own.
+        transport: makes a connection, used instead of sockets.
+
+    Raises `Unreachable`, `Forbidden`, `LimitReached`, `Draining`, `VersionMismatch`, `BadRequest`, `DeadlineExceeded`.
+    """
+    directory = directory_of(socket_dir)
+    hello = make_hello(tenant, secret, staging_bytes, name)
+    client = Client(transport or (lambda: GrpcTransport(directory)), hello, timeout_s)
+    client._attached(monotonic() + timeout_s)
+    return client
+
+
+def directory_of(socket_dir: str | Path | None) -> Path:
+    """The directory that a client looks for sockets in."""
+    return Path(default_directory() if socket_dir is None else socket_dir).absolute()
+
+
+def make_hello(tenant: str, secret: bytes, staging_bytes: int, name: str) -> pb.Hello:
+    """The hello of a client. Raises `BadRequest`."""
+    if not 0 <= staging_bytes < 1 << 63:
+        raise BadRequest("staging_bytes", f"{staging_bytes} is not within 0 to 2**63 - 1")
+    return pb.Hello(protocol=wire.PROTOCOL, tenant=tenant, secret=secret, staging_bytes=staging_bytes, name=name)
+
+
+class Client:
+    """A session with a server. Thread-safe; a context manager. Made by `connect`.
+
+    When the server is started again, or the session ends for another reason, the next call begins a new one by itself:
+    leases and reservations of before are gone then, and say so. While no server is there each call raises `Unreachable`
+    at once; nothing waits for one to come back. Every call raises `DeadlineExceeded` after its time.
+    """
+
+    def __init__(self, transport: Callable[[], Transport], hello: pb.Hello, timeout_s: float) -> None:
+        self._new_transport: Final = transport
+        self._hello: Final = hello
+        self._timeout_s: Final = timeout_s
+        # Guards the three below. Held while a new session is begun, so that of many threads one does it.
+        self._lock: Final = threading.Lock()
+        self._transport: Transport | None = None
+        self._attachment: Attachment | None = None
+        self._is_closed = False
+
+    # -- the face -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, prompt: Prompt, *, timeout_s: float | None = None) -> Lookup:
+        """How much of a prompt is cached, and where. Keeps nothing."""
+        return self._run(lambda attachment: calls.lookup(attachment, prompt), timeout_s)
+
+    def acquire(self, prompt: Prompt, *, first_page: int = 0, timeout_s: float | None = None) -> Lease:
+        """Have what is cached of a prompt brought to shared memory, and kept there until the lease is released.
+
+        `first_page`: pages before it are kept in the cache but not given, as the caller has them. What cannot be had in
+        time is left out: see `Lease.num_tokens` and `Lease.cut_short`. Nothing cached is a lease of no pages.
+        """
+
+        def steps(attachment: Attachment) -> Steps[Lease]:
+            granted = yield from calls.acquire(attachment, prompt, first_page)
+            return Lease(self, attachment, granted)
+
+        return self._run(steps, timeout_s)
+
+    def pin(self, prompt: Prompt, *, timeout_s: float | None = None) -> Pinned:
+        """Keep what is cached of a prompt in the cache, in whatever tier, until `unpin` or the end of the session."""
+        return self._run(lambda attachment: calls.pin(attachment, prompt), timeout_s)
+
+    def unpin(self, pinned: Pinned) -> None:
+        """End what `pin` began. Again, and after the session, is harmless."""
+        if pinned.lease_id and self._attachment is not None:
+            self._release(self._attachment, [pinned.lease_id])
+
+    def reserve(
+        self, prompt: Prompt, *, num_tokens: int | None = None, first_page: int = 0, timeout_s: float | None = None
+    ) -> Reservation:
+        """Ask for room for those whole pages of a prompt, or of its first `num_tokens`, that are not cached yet.
+
+        Look at the reservation's `outcome`: it may have fewer pages, or none. `first_page`: pages before it must be
+        cached, or it is refused.
+        """
+
+        def steps(attachment: Attachment) -> Steps[Reservation]:
+            reserved = yield from calls.reserve(attachment, prompt, num_tokens, first_page)
+            return Reservation(self, attachment, prompt, reserved)
+
+        return self._run(steps, timeout_s)
+
+    def prefetch(
+        self, prompt: Prompt, *, within_s: float, max_pages: int = 0, timeout_s: float | None = None
+    ) -> Prefetched:
+        """Begin to bring what NVMe alone has of a prompt to shared memory, as it is expected to be acquired within
+        `within_s` seconds. `max_pages`: at most so many; 0 for the server's own bound. Does not wait for the disk."""
+        return self._run(lambda attachment: calls.prefetch(attachment, prompt, within_s, max_pages), timeout_s)
+
+    @property
+    def durable_sequence(self) -> int:
+        """The number up to which all promises of durability of this session are settled (`Committed.sequence`)."""
+        return self._attachment.durable_sequence if self._attachment is not None else 0
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Promises up to `durable_sequence` that could not be kept."""
+        return frozenset(self._attachment.lost if self._attachment is not None else ())
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server has said that it is about to stop."""
+        return self._attachment is not None and self._attachment.is_draining
+
+    @property
+    def welcome(self) -> pb.Welcome:
+        """What the server said of itself and of this session's bounds. Raises `Closed`."""
+        if self._attachment is None:
+            raise Closed("the client is closed")
+        return self._attachment.welcome
+
+    def close(self) -> None:
+        """End the session; what it held is given back by the server. Views that are still looked at stay readable, but
+        mean nothing. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            transport, attachment = self._transport, self._attachment
+            self._transport = self._attachment = None
+        if transport is not None:
+            transport.close()
+        if attachment is not None:
+            attachment.is_over = True
+            attachment.memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- carrying calls out -------------------------------------------------------------------------------------------
+
+    def _run(self, steps: Callable[[Attachment], Steps[T]], timeout_s: float | None) -> T:
+        """Carry a call out; once more in a new session if this one turns out to have ended."""
+        deadline = monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        attachment, transport = self._attached(deadline)
+        try:
+            return _drive(transport, steps(attachment), deadline)
+        except (UnknownSession, Unreachable):
+            attachment.is_over = True
+        attachment, transport = self._attached(deadline)
+        return _drive(transport, steps(attachment), deadline)
+
+    def _attached(self, deadline: float) -> tuple[Attachment, Transport]:
+        """The session, or a new one where there is none or it is over."""
+        with self._lock:
+            if self._is_closed:
+                raise Closed("the client is closed")
+            if self._attachment is not None and self._transport is not None and not self._attachment.is_over:
+                return self._attachment, self._transport
+            if self._transport is not None:
+                # Its memory stays mapped for whoever still has a lease of that session.
+                self._transport.close()
+                self._transport = None
+            transport = self._new_transport()
+            try:
+                welcome, fds = transport.hello(self._hello, deadline - monotonic())
+                attachment = Attachment(welcome, Memory(welcome, fds))
+
+                def over() -> None:
+                    attachment.is_over = True
+
+                transport.attach(welcome.token, welcome.lease_ms / 1000 / BEATS_A_LEASE, attachment.hear, over)
+            except BaseException:
+                transport.close()
+                raise
+            self._attachment, self._transport = attachment, transport
+            return attachment, transport
+
+    def _release(self, attachment: Attachment, ids: list[int]) -> None:
+        """Give leases and reservations back, if their session is still this one. Never fails: if it cannot be said, the
+        session's end says it."""
+        transport = self._transport
+        if ids and transport is not None and attachment is self._attachment:
+            with suppress(HicacheError, ValueError):  # ValueError: the channel was closed
+                _drive(transport, calls.release(attachment, ids), monotonic() + self._timeout_s)
+
+    def _commit(
+        self,
+        of: Attachment,
+        reserved: Reserved,
+        prompt: Prompt,
+        durability: Durability,
+        checksums: bytes,
+        timeout_s: float | None,
+    ) -> Committed:
+        """Commit in the session that reserved, or not at all."""
+        deadline = monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        attachment, transport = self._attached(deadline)
+        return _drive(transport, calls.commit(attachment, of, reserved, prompt, durability, checksums), deadline)
+
+
+def _drive(transport: Transport, steps: Steps[T], deadline: float) -> T:
+    """Make the requests of a call until it returns."""
+    try:
+        request = next(steps)
+        while True:
+            try:
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    raise DeadlineExceeded("the call reached its deadline")
+                reply = transport.call(request, remaining)
+            except HicacheError as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(reply)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result

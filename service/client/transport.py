@@ -1,0 +1,235 @@
+"""The one seam between what a client means and how it gets there.
+
+`Transport` and `AsyncTransport` are what a client asks of a connection: a hello, calls, and the session's stream.
+Behind them stand a Unix socket and gRPC; a test may put a server in the same process there.
+"""
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+
+from hicache.errors import BadRequest, DeadlineExceeded
+from hicache.service import wire
+from hicache.service.client.calls import REPLIES, Request
+from hicache.service.errors import ServerFailure, Unreachable, from_error, from_wire
+from hicache.service.proto import hicache_pb2 as pb
+
+MAX_FDS: Final = 3
+"""Descriptors that come with a welcome, at most."""
+_METHODS: Final = {method.name: wire.path_of(method) for method in wire.CACHE.methods}
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", wire.MAX_REPLY_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # A server that is started again is another session anyway: nobody waits for a channel to come back.
+    ("grpc.enable_retries", 0),
+)
+
+OnNotice = Callable[[pb.Notice], None]
+OnEnd = Callable[[], None]
+
+
+class Transport(Protocol):
+    """A connection whose calls block. Thread-safe."""
+
+    def hello(self, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
+        """Begin a session: the welcome, and its descriptors, which are the caller's. Raises what the server refused it
+        with; `Unreachable` when there is none."""
+        ...
+
+    def attach(self, token: bytes, beat_s: float, on_notice: OnNotice, on_end: OnEnd) -> None:
+        """Open the session's stream, and beat every `beat_s` seconds until `close`. `on_notice` is called in a thread
+        of the transport for each notice, `on_end` once when the stream has ended."""
+        ...
+
+    def call(self, request: Request, timeout_s: float) -> Any:
+        """Make one call and wait for its reply. Raises the error that it failed with."""
+        ...
+
+    def close(self) -> None:
+        """End the stream and all calls. Idempotent."""
+        ...
+
+
+class AsyncTransport(Protocol):
+    """A connection whose calls are awaited, on one event loop."""
+
+    async def hello(self, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
+        """See `Transport.hello`."""
+        ...
+
+    async def beat(self, token: bytes, beat_s: float, on_notice: OnNotice) -> None:
+        """Keep the session's stream until it ends, or the task is cancelled."""
+        ...
+
+    async def call(self, request: Request, timeout_s: float) -> Any:
+        """See `Transport.call`."""
+        ...
+
+    async def close(self) -> None:
+        """End all calls. Idempotent."""
+        ...
+
+
+class GrpcTransport:
+    """A `Transport` over the sockets in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory: Final = directory
+        self._channel: Final = grpc.insecure_channel(
+            wire.address(os.fspath(directory / wire.DATA_SOCKET)), options=_OPTIONS
+        )
+        self._calls: Final = {
+            name: self._channel.unary_unary(
+                _METHODS[name], request_serializer=_serialize, response_deserializer=kind.FromString
+            )
+            for name, kind in REPLIES.items()
+        }
+        self._metadata: tuple[tuple[str, bytes], ...] = ()
+        self._stop: Final = threading.Event()
+        self._threads: Final[list[threading.Thread]] = []
+
+    def hello(self, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
+        """See `Transport.hello`."""
+        return say_hello(self._directory, hello, timeout_s)
+
+    def attach(self, token: bytes, beat_s: float, on_notice: OnNotice, on_end: OnEnd) -> None:
+        """See `Transport.attach`."""
+        self._metadata = ((wire.TOKEN_METADATA, token),)
+
+        def beats() -> Iterator[pb.Beat]:
+            yield pb.Beat()
+            while not self._stop.wait(beat_s):
+                yield pb.Beat()
+
+        stream = self._channel.stream_stream(
+            _METHODS["Attach"], request_serializer=_serialize, response_deserializer=pb.Notice.FromString
+        )(beats(), metadata=self._metadata)
+
+        def listen() -> None:
+            with suppress(grpc.RpcError):
+                for notice in stream:
+                    on_notice(notice)
+            self._stop.set()
+            on_end()
+
+        thread = threading.Thread(target=listen, name="hicache-session", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def call(self, request: Request, timeout_s: float) -> Any:
+        """See `Transport.call`."""
+        try:
+            return self._calls[request.method](request.message, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._stop.set()
+        self._channel.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+class AsyncGrpcTransport:
+    """An `AsyncTransport` over the sockets in one directory. Made on the loop that uses it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory: Final = directory
+        self._channel: Final = grpc.aio.insecure_channel(
+            wire.address(os.fspath(directory / wire.DATA_SOCKET)), options=_OPTIONS
+        )
+        self._calls: Final = {
+            name: self._channel.unary_unary(
+                _METHODS[name], request_serializer=_serialize, response_deserializer=kind.FromString
+            )
+            for name, kind in REPLIES.items()
+        }
+        self._metadata: tuple[tuple[str, bytes], ...] = ()
+
+    async def hello(self, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
+        """See `Transport.hello`."""
+        loop = asyncio.get_running_loop()
+        welcome, fds = await loop.run_in_executor(None, say_hello, self._directory, hello, timeout_s)
+        self._metadata = ((wire.TOKEN_METADATA, welcome.token),)
+        return welcome, fds
+
+    async def beat(self, token: bytes, beat_s: float, on_notice: OnNotice) -> None:
+        """See `AsyncTransport.beat`."""
+
+        async def beats() -> AsyncIterator[pb.Beat]:
+            while True:
+                yield pb.Beat()
+                await asyncio.sleep(beat_s)
+
+        stream = self._channel.stream_stream(
+            _METHODS["Attach"], request_serializer=_serialize, response_deserializer=pb.Notice.FromString
+        )(beats(), metadata=((wire.TOKEN_METADATA, token),))
+        try:
+            async for notice in stream:
+                on_notice(notice)
+        except grpc.RpcError:
+            return  # it has ended, for whatever reason
+        finally:
+            stream.cancel()
+
+    async def call(self, request: Request, timeout_s: float) -> Any:
+        """See `Transport.call`."""
+        try:
+            return await self._calls[request.method](request.message, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+
+    async def close(self) -> None:
+        """See `AsyncTransport.close`."""
+        await self._channel.close()
+
+
+def say_hello(directory: Path, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
+    """One hello over the hello socket of a server. See `Transport.hello`."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(max(timeout_s, 0.001))
+        fds: list[int] = []
+        try:
+            try:
+                connection.connect(os.fspath(directory / wire.HELLO_SOCKET))
+                connection.sendall(wire.frame(hello))
+                data, fds, _, _ = socket.recv_fds(connection, wire.FRAME_HEAD + wire.MAX_HELLO_BYTES, MAX_FDS)
+                while len(data) < wire.FRAME_HEAD or len(data) < wire.FRAME_HEAD + wire.framed_length(data[:4]):
+                    if not (piece := connection.recv(wire.MAX_HELLO_BYTES)):
+                        raise Unreachable("the server hung up")
+                    data += piece
+            except TimeoutError:
+                raise DeadlineExceeded(f"no answer to the hello within {timeout_s:g} s") from None
+            except OSError as error:
+                raise Unreachable(f"{directory}: {error.strerror or error}") from None
+            try:
+                reply = wire.parse(pb.HelloReply, data[wire.FRAME_HEAD :])
+            except BadRequest as error:
+                raise ServerFailure(f"its answer cannot be read: {error}") from None
+            if not reply.HasField("welcome"):
+                raise from_error(reply.error)
+            return reply.welcome, fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+
+def _serialize(message: Any) -> bytes:
+    return message.SerializeToString()  # type: ignore[no-any-return]  # of any message
+
+
+def _error_of(error: Any) -> Exception:
+    """The error of ours that a failed call of gRPC stands for."""
+    packed = next((value for key, value in error.trailing_metadata() or () if key == wire.ERROR_METADATA), None)
+    return from_wire(error.code(), error.details() or "", packed)

@@ -1,0 +1,270 @@
+"""What a server is told, checked before anything is touched.
+
+`KEYS` is the one table of what can be set: in a file, as TOML with these tables and keys, and by flags, which overrule
+the file. What the table does not name is refused.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hicache.arguments import MAX_NAME_CHARS, flag, name, real, whole
+from hicache.errors import BadRequest
+from hicache.layout import KVDtype, KVLayout
+from hicache.policies import LRU, check_policy
+from hicache.service.sockets import default_directory
+from hicache.write_policy import WritePolicy
+
+MAX_SECONDS: Final = 86_400.0
+"""Longest time that can be set."""
+_SIZE: Final = re.compile(r"([0-9]+)\s*([kmgt]i?b?|b?)", re.IGNORECASE)
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client, or all of them together, may take at most. Everything is refused before it is allocated."""
+
+    max_sessions: int = 64
+    max_calls: int = 1024
+    """Calls under way, over all sessions; gRPC refuses those above."""
+    max_calls_per_session: int = 64
+    max_tokens: int = 1 << 20
+    """Tokens of one prompt."""
+    max_namespaces: int = 64
+    """Namespaces that a session may register."""
+    max_handles: int = 1024
+    """Node handles of a session; the one that was used longest ago goes first."""
+    max_leases: int = 1024
+    """Leases and reservations of a session, together."""
+    leased_share: float = 0.5
+    """Share of the host tier that one session's leases and reservations may keep in place, above 0 to 1."""
+    staging_bytes: int = 256 << 20
+    """Staging memory of one session."""
+    total_staging_bytes: int = 4 << 30
+    """Staging memory of all sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long things may take, in seconds."""
+
+    lease_s: float = 10.0
+    """A session that was silent for so long is ended."""
+    attach_s: float = 5.0
+    """From the hello to the session's stream."""
+    max_call_s: float = 60.0
+    """Longest deadline of a call; also that of one without."""
+    drain_s: float = 5.0
+    """How long a stop waits for sessions that still hold something."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything that `hicache serve` needs to know. Made by `ServeConfig.checked`."""
+
+    layout: KVLayout
+    host_bytes: int
+    socket_dir: Path = field(default_factory=default_directory)
+    nvme_dirs: tuple[Path, ...] = ()
+    nvme_bytes: int | None = None
+    nvme_min_free_bytes: int = 0
+    nvme_write_bytes_per_day: int | None = None
+    nvme_codec: str = "none"
+    metadata_bytes: int | None = None
+    policy: str = LRU
+    write_policy: str = WritePolicy.DEMOTE.value
+    exclusive: bool = False
+    tenants: Mapping[str, bytes | None] = field(default_factory=dict)
+    """SHA-256 of each tenant's secret, None for one that needs none. Empty: there is one tenant, without a name."""
+    limits: Limits = Limits()
+    times: Times = Times()
+
+    @classmethod
+    def checked(cls, settings: Mapping[str, object]) -> "ServeConfig":
+        """From a tree of settings, as TOML gives it. Raises `BadRequest` naming the key and its bound."""
+        values = _flat(settings, "")
+        tenants = {key: values.pop(key) for key in list(values) if key.startswith("tenants.")}
+        for key in values:
+            if key not in KEYS:
+                raise BadRequest(key, "is not a key that can be set")
+        for key in REQUIRED:
+            if key not in values:
+                raise BadRequest(key, "is missing")
+        parsed = {key: KEYS[key](key, value) for key, value in values.items()}
+        check_policy(parsed.get("policy", LRU))
+        config = cls(
+            layout=_layout(parsed),
+            host_bytes=parsed["host.bytes"],
+            limits=Limits(**_group(parsed, "limits.")),
+            times=Times(**_group(parsed, "times.")),
+            tenants=_tenants(tenants),
+            **{_FIELDS[key]: value for key, value in parsed.items() if key in _FIELDS},
+        )
+        config._check_together()
+        return config
+
+    def _check_together(self) -> None:
+        if bool(self.nvme_dirs) != (self.nvme_bytes is not None):
+            raise BadRequest("nvme.bytes", "is given together with nvme.dir, or neither is")
+        if self.limits.staging_bytes > self.limits.total_staging_bytes:
+            raise BadRequest("limits.staging_bytes", "is more than limits.total_staging_bytes")
+
+
+def _flat(settings: Mapping[str, object], prefix: str) -> dict[str, object]:
+    """Settings by dotted key; a table of a tenant is one too, even if it is empty."""
+    values: dict[str, object] = {}
+    for key, value in settings.items():
+        full = f"{prefix}{key}"
+        if isinstance(value, Mapping) and prefix != "tenants.":
+            values |= _flat(value, f"{full}.")
+        else:
+            values[full] = value
+    return values
+
+
+def _group(parsed: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in parsed.items() if key.startswith(prefix)}
+
+
+def _layout(parsed: Mapping[str, Any]) -> KVLayout:
+    try:
+        return KVLayout.uniform(**_group(parsed, "layout."))
+    except BadRequest as error:
+        raise BadRequest("layout", f"{error.field}: {error.problem}") from None
+
+
+def _tenants(tables: Mapping[str, object]) -> dict[str, bytes | None]:
+    tenants: dict[str, bytes | None] = {}
+    for key, table in tables.items():
+        tenant = name(key, key.removeprefix("tenants."))
+        if not tenant:
+            raise BadRequest("tenants", "the name of a tenant is empty")
+        if not isinstance(table, Mapping):
+            raise BadRequest(key, "is not a table")
+        for each in table:
+            if each != "secret_sha256":
+                raise BadRequest(f"{key}.{each}", "is not a key that can be set")
+        digest = table.get("secret_sha256")
+        if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise BadRequest(f"{key}.secret_sha256", "is not a SHA-256 in 64 hexadecimal digits")
+        tenants[tenant] = bytes.fromhex(digest) if isinstance(digest, str) else None
+    return tenants
+
+
+# -- kinds of values --------------------------------------------------------------------------------------------------
+
+
+def _count(key: str, value: object) -> int:
+    return whole(key, value, 1, 1 << 40)
+
+
+def _bytes(key: str, value: object) -> int:
+    """A number of bytes, or a text such as "64GiB"; a bare k, m, g or t is a power of 1024, kb and so on of 1000."""
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            raise BadRequest(key, f"{value!r:.80} is not a size such as 4096 or 64GiB")
+        unit = match[2].lower()
+        base = 1000 if len(unit) == 2 and unit.endswith("b") else 1024
+        value = int(match[1]) * base ** " kmgt".find(unit[:1] if unit not in ("", "b") else " ")
+    return whole(key, value, 0, 1 << 62)
+
+
+def _seconds(key: str, value: object) -> float:
+    seconds = real(key, value, " of seconds")
+    if not 0.05 <= seconds <= MAX_SECONDS:
+        raise BadRequest(key, f"{seconds:g} is not within 0.05 to {MAX_SECONDS:g} seconds")
+    return seconds
+
+
+def _share(key: str, value: object) -> float:
+    share = real(key, value)
+    if not 0 < share <= 1:
+        raise BadRequest(key, f"{share:g} is not above 0 and at most 1")
+    return share
+
+
+def _text(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(key, f"{type(value).__name__} is not a text")
+    if not value or len(value) > MAX_NAME_CHARS or "\0" in value:
+        raise BadRequest(key, f"{len(value)} characters are not 1 to {MAX_NAME_CHARS} without zero bytes")
+    return value
+
+
+def _path(key: str, value: object) -> Path:
+    return Path(_text(key, value))
+
+
+def _paths(key: str, value: object) -> tuple[Path, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple([_path(key, each) for each in values])
+
+
+def _dtype(key: str, value: object) -> KVDtype:
+    try:
+        return KVDtype(value)
+    except ValueError:
+        raise BadRequest(key, f"{value!r:.80} is none of {', '.join(each.value for each in KVDtype)}") from None
+
+
+def _write_policy(key: str, value: object) -> str:
+    try:
+        return WritePolicy.named(_text(key, value)).value
+    except BadRequest as error:
+        raise BadRequest(key, error.problem) from None
+
+
+KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
+    "socket_dir": _path,
+    "layout.num_layers": _count,
+    "layout.num_kv_heads": _count,
+    "layout.head_dim": _count,
+    "layout.dtype": _dtype,
+    "layout.page_size": _count,
+    "host.bytes": _bytes,
+    "nvme.dir": _paths,
+    "nvme.bytes": _bytes,
+    "nvme.min_free_bytes": _bytes,
+    "nvme.write_bytes_per_day": _bytes,
+    "nvme.codec": _text,
+    "metadata_bytes": _bytes,
+    "policy": _text,
+    "write_policy": _write_policy,
+    "exclusive": flag,
+    "limits.max_sessions": _count,
+    "limits.max_calls": _count,
+    "limits.max_calls_per_session": _count,
+    "limits.max_tokens": _count,
+    "limits.max_namespaces": _count,
+    "limits.max_handles": _count,
+    "limits.max_leases": _count,
+    "limits.leased_share": _share,
+    "limits.staging_bytes": _bytes,
+    "limits.total_staging_bytes": _bytes,
+    "times.lease_s": _seconds,
+    "times.attach_s": _seconds,
+    "times.max_call_s": _seconds,
+    "times.drain_s": _seconds,
+}
+"""Every key, and what makes a value of it. `tenants.NAME` are tables beside, with an optional `secret_sha256`."""
+
+REQUIRED: Final = ("layout.num_layers", "layout.num_kv_heads", "layout.head_dim", "layout.dtype", "layout.page_size",
+                   "host.bytes")  # fmt: skip
+
+_FIELDS: Final = {
+    "socket_dir": "socket_dir",
+    "nvme.dir": "nvme_dirs",
+    "nvme.bytes": "nvme_bytes",
+    "nvme.min_free_bytes": "nvme_min_free_bytes",
+    "nvme.write_bytes_per_day": "nvme_write_bytes_per_day",
+    "nvme.codec": "nvme_codec",
+    "metadata_bytes": "metadata_bytes",
+    "policy": "policy",
+    "write_policy": "write_policy",
+    "exclusive": "exclusive",
+}
+"""Keys that are fields of `ServeConfig` as they are."""

@@ -1,0 +1,1 @@
+"""The sidecar's process: see service/README.md for its parts."""

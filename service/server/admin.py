@@ -1,0 +1,117 @@
+"""What the server's owner may do."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from hicache.cache import Cache
+from hicache.errors import BadRequest, TierUnavailable
+from hicache.node import Node
+from hicache.residency import Residency
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.edge import Call
+from hicache.service.server.sessions import Sessions
+from hicache.service.snapshot import snapshot_of, stats_of
+from hicache.tier import HOST, NVME, Outcome, PageRead, TierId
+
+PIECE_BYTES: Final = 1 << 20
+"""Bytes of a piece of JSON."""
+MAX_WITHIN_MS: Final = 600_000
+_TIERS: Final = {pb.TIER_HOST: HOST, pb.TIER_NVME: NVME}
+
+
+class AdminCalls:
+    """The service `Admin`. Belongs to the event loop."""
+
+    def __init__(
+        self, cache: Cache, sessions: Sessions, *, status: Callable[[], dict[str, Any]], drain: Callable[[float], None]
+    ) -> None:
+        """`status`: what the server says of itself. `drain`: begin to stop, within so many seconds (0: its own)."""
+        self._cache: Final = cache
+        self._sessions: Final = sessions
+        self._status: Final = status
+        self._drain: Final = drain
+
+    async def inspect(self, call: Call, request: pb.InspectRequest) -> AsyncIterator[pb.InspectPiece]:
+        """See the proto. Others run between batches of nodes."""
+        if request.view == pb.VIEW_STATS:
+            shown = stats_of(self._cache)
+        elif request.view == pb.VIEW_SNAPSHOT:
+            shown = await snapshot_of(self._cache)
+        else:
+            raise BadRequest("view", "says nothing")
+        text = json.dumps({**shown, "server": self._status(), **self._sessions.stats()}).encode()
+        for start in range(0, len(text), PIECE_BYTES):
+            yield pb.InspectPiece(json=text[start : start + PIECE_BYTES])
+
+    async def evict(self, call: Call, request: pb.EvictRequest) -> pb.EvictReply:
+        """See the proto. Waits for demotions, at most until the call's deadline."""
+        tier_id = self._tier(request.tier)
+        tier = self._cache.tiers[tier_id]
+        if request.num_pages > tier.capacity_pages:
+            raise BadRequest("num_pages", f"{request.num_pages} is not within 0 to {tier.capacity_pages}")
+        # Room that is taken and given back at once is room that the policy chose.
+        slots = await self._cache.allocate(tier_id, request.num_pages, deadline=call.deadline)
+        self._cache.free({tier_id: slots})
+        return pb.EvictReply(pages_free=tier.num_free)
+
+    def _tier(self, tier: "pb.Tier") -> TierId:
+        tier_id = _TIERS.get(tier)
+        if tier_id is None:
+            raise BadRequest("tier", "names no tier")
+        if tier_id not in self._cache.tiers:
+            raise TierUnavailable(tier_id, "this server has none")
+        return tier_id
+
+    async def flush(self, call: Call, request: pb.FlushRequest) -> pb.FlushReply:
+        """See the proto. Waits until it is durable, at most until the call's deadline."""
+        if request.tenant:
+            removed = self._cache.tree.flush(tenant=request.tenant)
+            self._cache.free(removed.freed)
+            num_held = sum([node.num_pages for node in removed.held])
+        else:
+            num_held = await self._cache.flush_in_steps()
+        return pb.FlushReply(num_held=num_held, is_durable=await self._cache.settle(deadline=call.deadline))
+
+    async def verify(self, call: Call, request: pb.VerifyRequest) -> pb.VerifyReply:
+        """See the proto. Reads NVMe copy by copy; others run in between."""
+        reply = pb.VerifyReply()
+        if NVME in self._cache.tiers:
+            for batch in self._cache.tree.walk(batch=100):
+                for info in batch:
+                    await self._verify_node(info.node, reply)
+        return reply
+
+    async def _verify_node(self, node: Node, reply: pb.VerifyReply) -> None:
+        cache, nvme = self._cache, self._cache.tiers[NVME]
+        if not node.is_live or node.residency(NVME) is not Residency.RESIDENT:
+            return
+        buffer = memoryview(bytearray(cache.layout.page_bytes))
+        identities = cache.tree.identities(node)
+        pins = cache.pin({NVME: [node]})
+        try:
+            bad: set[int] = set()
+            for slot, identity in zip(node.slots(NVME).tolist(), identities, strict=True):
+                (outcome,) = await nvme.read([PageRead(slot, nvme.generation(slot), identity, buffer)])
+                reply.num_pages += 1
+                reply.num_failed += outcome is Outcome.ERROR
+                if outcome not in (Outcome.OK, Outcome.ERROR):
+                    bad.add(slot)
+        finally:
+            # It may have been split meanwhile; a pin has all its parts.
+            parts = [part for pin in pins for part in pin.nodes]
+            cache.unpin(pins)
+        reply.num_corrupt += len(bad)
+        for part in parts:
+            if part.is_live and part.residency(NVME) is Residency.RESIDENT:
+                found = [page for page, slot in enumerate(part.slots(NVME).tolist()) if slot in bad]
+                if found:
+                    cache.forget(part, NVME, found[0])
+
+    async def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainReply:
+        """See the proto. Does not wait."""
+        if request.within_ms > MAX_WITHIN_MS:
+            raise BadRequest("within_ms", f"{request.within_ms} is more than {MAX_WITHIN_MS}")
+        num_sessions = len(self._sessions)
+        self._drain(request.within_ms / 1000)
+        return pb.DrainReply(num_sessions=num_sessions)

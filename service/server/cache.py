@@ -1,0 +1,81 @@
+"""Opens the cache that a server serves: the arena and, where it was asked for, NVMe. The device is the engines' own."""
+
+from contextlib import AsyncExitStack
+from typing import Final, NamedTuple
+
+from aiofiles.os import wrap
+
+from hicache.cache import Cache
+from hicache.clock import Clock
+from hicache.errors import BadRequest
+from hicache.service.compose import open_nvme
+from hicache.service.config import ServeConfig
+from hicache.service.options import Options
+from hicache.tier import HOST, NVME, Tier, TierId
+from hicache.tiers.host import HostTier
+
+_KEYS: Final = {
+    "host_bytes": "host.bytes",
+    "nvme_dir": "nvme.dir",
+    "nvme_bytes": "nvme.bytes",
+    "nvme_min_free_bytes": "nvme.min_free_bytes",
+    "nvme_write_bytes_per_day": "nvme.write_bytes_per_day",
+    "nvme_codec": "nvme.codec",
+}
+"""Arguments of the embedded cache by another name than the key of a server's configuration."""
+
+
+class Served(NamedTuple):
+    """A cache and its arena. The cache is to be entered."""
+
+    cache: Cache
+    host: HostTier
+
+
+def options_of(config: ServeConfig) -> Options:
+    """The configuration as the composition root takes it. Raises `BadRequest` in the configuration's own words."""
+    try:
+        return Options.checked(
+            config.layout,
+            device_bytes=config.layout.page_bytes,  # none is made
+            host_bytes=config.host_bytes,
+            nvme_dir=config.nvme_dirs or None,
+            nvme_bytes=config.nvme_bytes,
+            nvme_min_free_bytes=config.nvme_min_free_bytes,
+            nvme_write_bytes_per_day=config.nvme_write_bytes_per_day,
+            nvme_codec=config.nvme_codec,
+            device="cpu",
+            metadata_bytes=config.metadata_bytes,
+            policy=config.policy,
+            write_policy=config.write_policy,
+            exclusive=config.exclusive,
+            prefill=None,
+            progress=None,
+        )
+    except BadRequest as error:
+        raise BadRequest(_KEYS.get(error.field, error.field), error.problem) from None
+
+
+async def open_cache(options: Options, clock: Clock) -> Served:
+    """Open the tiers; if one refuses, those before it are closed. Raises `TierUnavailable`, `BadRequest`."""
+    async with AsyncExitStack() as stack:
+        # Allocating takes a while; a thread does it, so that signals are heard meanwhile.
+        host = await wrap(HostTier)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
+        stack.push_async_callback(host.close)
+        tiers: dict[TierId, Tier] = {HOST: host}
+        if options.nvme_dirs:
+            # Last, because it alone leaves something behind.
+            nvme = await wrap(open_nvme)(options, clock)
+            stack.push_async_callback(nvme.close)
+            tiers[NVME] = nvme
+        cache = Cache(
+            options.layout,
+            tiers,
+            clock=clock,
+            policy=options.policy,
+            metadata_bytes=options.metadata_bytes,
+            write_policy=options.write_policy,
+            exclusive=options.exclusive,
+        )
+        stack.pop_all()
+        return Served(cache, host)

@@ -1,0 +1,257 @@
+"""What engines call. Each call translates its message, asks the cache, and says what happened."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc.aio
+import numpy as np
+
+from hicache.cache import Cache, Coverage
+from hicache.errors import BadRequest, DeadlineExceeded, TierUnavailable
+from hicache.lease import Lease
+from hicache.node import Node
+from hicache.residency import Residency
+from hicache.service.errors import LimitReached, UnknownSession, reason_of
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.edge import Call
+from hicache.service.server.sessions import Lent, Session, Sessions, Tokens
+from hicache.service.server.storing import Storing
+from hicache.service.wire import parse
+from hicache.tier import HOST, NVME
+from hicache.tree import Match
+
+MAX_RELEASED: Final = 4096
+"""Most ids of one release."""
+MAX_WITHIN_MS: Final = 600_000
+NOTICES_A_LEASE: Final = 3
+"""Notices and beats that are sent within the lease time, at least."""
+_TIERS: Final = {HOST: pb.TIER_HOST, NVME: pb.TIER_NVME}
+
+
+class DataCalls:
+    """The service `Cache`. Belongs to the event loop."""
+
+    def __init__(self, cache: Cache, sessions: Sessions, storing: Storing) -> None:
+        self._cache: Final = cache
+        self._sessions: Final = sessions
+        self._storing: Final = storing
+
+    # -- the session --------------------------------------------------------------------------------------------------
+
+    async def attach(
+        self, session: Session, beats: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> None:
+        """The session's stream: its end ends the session."""
+        if session.is_attached:
+            raise BadRequest("attach", "the session has a stream already")
+        session.is_attached = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                listening = tasks.create_task(self._listen(session, beats))
+                telling = tasks.create_task(self._tell(session, context))
+                listening.add_done_callback(lambda _: self._sessions.end(session, "its stream ended"))
+                telling.add_done_callback(lambda _: listening.cancel())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._sessions.end(session, "its stream ended")
+        raise UnknownSession("the session has ended")
+
+    async def _listen(self, session: Session, beats: AsyncIterator[bytes]) -> None:
+        async for data in beats:
+            parse(pb.Beat, data)
+            session.last_heard = self._cache.clock.monotonic()
+
+    async def _tell(self, session: Session, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        while not session.ended.is_set():
+            session.news.clear()
+            notice = pb.Notice(
+                boot_id=self._sessions.boot.id,
+                durable_sequence=session.promises.durable,
+                lost=session.promises.take_lost(),
+                draining=self._sessions.is_draining,
+            )
+            await context.write(notice.SerializeToString())
+            try:
+                async with asyncio.timeout(self._sessions.times.lease_s / (NOTICES_A_LEASE + 1)):
+                    await session.news.wait()
+            except TimeoutError:
+                continue
+
+    async def register(self, call: Call, request: pb.RegisterRequest) -> pb.RegisterReply:
+        """See the proto."""
+        return pb.RegisterReply(namespace_id=self._sessions.register(call.session, request.record))
+
+    # -- looking and leasing ------------------------------------------------------------------------------------------
+
+    async def lookup(self, call: Call, request: pb.LookupRequest) -> pb.LookupReply:
+        """See the proto. Does not wait."""
+        namespace, tokens = self._sessions.resolve(call.session, request.prefix)
+        match = self._cache.tree.match(namespace, tokens, published=False)
+        coverage = self._cache.coverage(match)
+        return pb.LookupReply(
+            num_tokens=coverage.num_tokens,
+            partial_tokens=coverage.partial_tokens,
+            runs=_runs(coverage),
+            handle=self._handle(call.session, request.prefix.namespace_id, match),
+        )
+
+    def _handle(self, session: Session, namespace_id: int, match: Match) -> int:
+        if not match.nodes:
+            return 0
+        num_pages = match.num_tokens // self._cache.layout.page_size
+        return self._sessions.handle(session, namespace_id, match.nodes[-1], num_pages)
+
+    async def acquire(self, call: Call, request: pb.AcquireRequest) -> pb.AcquireReply:
+        """See the proto. Waits for copies from NVMe and for room in the arena, at most until the call's deadline: it
+        then answers with what is there."""
+        cache, sessions, session = self._cache, self._sessions, call.session
+        page_size = cache.layout.page_size
+        sessions.require_lease(session)
+        namespace, tokens = sessions.resolve(session, request.prefix)
+        match = cache.tree.match(namespace, tokens, published=False)
+        coverage = cache.coverage(match)
+        self._count(tokens, coverage)
+        reason, most = pb.REASON_NONE, request.first_page + sessions.room(session)
+        if most * page_size < match.num_tokens:
+            match, reason = cache.tree.match(namespace, tokens[: most * page_size], published=False), pb.REASON_LIMIT
+        while match.num_tokens > request.first_page * page_size:
+            now = cache.clock.monotonic()
+            lease = cache.tree.lease(match, owner=session.owner, deadline=None, now=now)
+            try:
+                cut_short = await self._promote(lease, call.deadline)
+                sessions.require(session)
+                path = cache.path(lease)
+                if path:
+                    cache.writing_through.used(path[-1])
+                    cache.tell_use(lease)
+                    reply = self._lend(session, lease, path, request.first_page)
+                    if reply is None:
+                        cache.release(lease)
+                        return pb.AcquireReply(first_page=request.first_page, cut_short=cut_short or reason)
+                    reply.cut_short = reason
+                    if reply.num_tokens < match.num_tokens:
+                        reply.cut_short = cut_short or pb.REASON_NO_ROOM
+                    reply.handle = sessions.handle(
+                        session, request.prefix.namespace_id, _end_of(lease), reply.num_tokens // page_size
+                    )
+                    return reply
+            except BaseException:
+                cache.release(lease)
+                raise
+            # A damaged page was forgotten, with everything below it; what is left is leased anew.
+            cache.release(lease)
+            match = cache.tree.match(namespace, tokens[: match.num_tokens], published=False)
+        return pb.AcquireReply(
+            first_page=min(request.first_page, match.num_tokens // page_size), cut_short=reason
+        )
+
+    async def _promote(self, lease: Lease, deadline: float) -> "pb.Reason":
+        """Bring leased pages to the arena as far as they can; why not all of them, as far as that is known."""
+        cache = self._cache
+        if lease.node is not None:
+            cache.tree.touch(lease.node, cache.clock.monotonic())
+        try:
+            arrived = await cache.promote(lease, max_device_pages=0, deadline=deadline)
+        except (DeadlineExceeded, TierUnavailable) as error:
+            return reason_of(error)
+        return pb.REASON_NONE if arrived else pb.REASON_TIER_UNAVAILABLE
+
+    def _lend(self, session: Session, lease: Lease, path: list[Node], first_page: int) -> pb.AcquireReply | None:
+        """Keep the arena's copies from `first_page` on in place, as far as they follow one another; the session's lease
+        then ends there. None if the first of them is not there."""
+        cache, page_size = self._cache, self._cache.layout.page_size
+        start, kept, parts = 0, list[Node](), list[np.ndarray[Any, np.dtype[np.int32]]]()
+        for node in path:
+            end = start + node.num_pages
+            if end > first_page:
+                if node.residency(HOST) is not Residency.RESIDENT:
+                    break
+                kept.append(node)
+                parts.append(node.slots(HOST)[max(0, first_page - start) :])
+            start = end
+        if not kept:
+            return None
+        slots = np.concatenate(parts)
+        cache.tree.move_lease(lease, kept[-1], cache.clock.monotonic())
+        pin = cache.tree.pin(kept, HOST)
+        generation = cache.tiers[HOST].generation
+        generations = np.array([generation(slot) for slot in slots.tolist()], np.dtype("<i8"))
+        lent = Lent(lease, pin, sum([node.num_pages for node in kept]))
+        return pb.AcquireReply(
+            lease=self._sessions.lend(session, lent),
+            num_tokens=start * page_size,
+            first_page=first_page,
+            slots=slots.astype("<i4").tobytes(),
+            generations=generations.tobytes(),
+        )
+
+    def _count(self, tokens: Tokens, coverage: Coverage) -> None:
+        counters = self._cache.counters
+        counters.lookups += 1
+        counters.hits += coverage.num_tokens > 0
+        counters.tokens_asked += len(tokens)
+        for tier_id, num_tokens in coverage.by_tier.items():
+            counters.tokens_by_tier[tier_id] = counters.tokens_by_tier.get(tier_id, 0) + num_tokens
+
+    async def pin(self, call: Call, request: pb.PinRequest) -> pb.PinReply:
+        """See the proto. Does not wait."""
+        sessions, session, tree = self._sessions, call.session, self._cache.tree
+        sessions.require_lease(session)
+        namespace, tokens = sessions.resolve(session, request.prefix)
+        match = tree.match(namespace, tokens, published=False)
+        if not match.nodes:
+            return pb.PinReply()
+        lease = tree.lease(match, owner=session.owner, deadline=None, now=self._cache.clock.monotonic())
+        return pb.PinReply(lease=sessions.lend(session, Lent(lease, None, 0)), num_tokens=match.num_tokens)
+
+    async def release(self, call: Call, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        """See the proto. Does not wait."""
+        if len(request.ids) > MAX_RELEASED:
+            raise LimitReached(f"{len(request.ids)} ids are more than {MAX_RELEASED}", field="ids")
+        num_released = sum([self._sessions.release(call.session, number) for number in request.ids])
+        return pb.ReleaseReply(num_released=num_released)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    async def reserve(self, call: Call, request: pb.ReserveRequest) -> pb.ReserveReply:
+        """See the proto. Waits for room in the arena."""
+        return await self._storing.reserve(call.session, request, call.deadline)
+
+    async def commit(self, call: Call, request: pb.CommitRequest) -> pb.CommitReply:
+        """See the proto. Waits for the copy, and for the disk only where that was asked for."""
+        return await self._storing.commit(call.session, request, call.deadline)
+
+    # -- what is to come ----------------------------------------------------------------------------------------------
+
+    async def prefetch(self, call: Call, request: pb.PrefetchRequest) -> pb.PrefetchReply:
+        """See the proto. Does not wait."""
+        if not 1 <= request.within_ms <= MAX_WITHIN_MS:
+            raise BadRequest("within_ms", f"{request.within_ms} is not within 1 to {MAX_WITHIN_MS}")
+        namespace, tokens = self._sessions.resolve(call.session, request.prefix)
+        begun = self._cache.prefetch(
+            namespace,
+            tokens,
+            deadline=self._cache.clock.monotonic() + request.within_ms / 1000,
+            max_pages=request.max_pages or None,
+        )
+        return pb.PrefetchReply(num_there=begun.num_there, num_begun=begun.num_begun, num_left_out=begun.num_left_out)
+
+
+def _runs(coverage: Coverage) -> list[pb.Run]:
+    """Where a match is, with neighbours in one tier joined: how nodes are cut is nobody's concern."""
+    runs: list[pb.Run] = []
+    for tier_id, num_tokens in coverage.runs:
+        if runs and runs[-1].tier == _TIERS[tier_id]:
+            runs[-1].num_tokens += num_tokens
+        else:
+            runs.append(pb.Run(tier=_TIERS[tier_id], num_tokens=num_tokens))
+    return runs
+
+
+def _end_of(lease: Lease) -> Node:
+    assert lease.node is not None, "nothing is leased"
+    return lease.node
+
+

@@ -1,0 +1,178 @@
+"""The edge of every call: limits, parsing, session and deadline on the way in, errors on the way out.
+
+What stands behind it sees a parsed message, a session and a deadline, and raises errors of `hicache.errors` or
+`hicache.service.errors`. Nothing that a client sends ends more than its own call.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from hicache.clock import Clock
+from hicache.errors import DeadlineExceeded, HicacheError
+from hicache.service.errors import LimitReached, ServerFailure, UnknownSession, to_wire
+from hicache.service.server.sessions import Session, Sessions
+from hicache.service.wire import ERROR_METADATA, OVERHEAD_BYTES, TOKEN_METADATA, parse
+
+REPLY_S: Final = 0.05
+"""So long before a call's deadline the server stops waiting, so that an answer with what there is still arrives."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call under way."""
+
+    deadline: float
+    """Monotonic seconds until which what stands behind the edge may wait."""
+    owner: Session | None
+    """The session whose token it carried; None on the admin socket."""
+
+    @property
+    def session(self) -> Session:
+        """The session that the call belongs to."""
+        assert self.owner is not None, "a call of the data socket has a session"
+        return self.owner
+
+
+Unary = Callable[[Call, Any], Awaitable[Message]]
+"""Answers one message with one."""
+Streaming = Callable[[Call, Any], AsyncIterator[Message]]
+"""Answers one message with several."""
+
+
+class Edge:
+    """The edge of one service. Belongs to the event loop."""
+
+    def __init__(self, clock: Clock, *, max_call_s: float, sessions: Sessions | None) -> None:
+        """`sessions`: where tokens are looked up; None for a service whose calls carry none."""
+        self._clock: Final = clock
+        self._max_call_s: Final = max_call_s
+        self._sessions: Final = sessions
+
+    def handler(self, service: ServiceDescriptor, calls: object) -> grpc.GenericRpcHandler:
+        """The service as gRPC takes it. `calls` has for each method a coroutine function (or, for one that streams, an
+        asynchronous generator function) of the method's name in lower case; one whose client streams is given the raw
+        iterator and the context."""
+        return grpc.method_handlers_generic_handler(
+            service.full_name,
+            {method.name: self._method(method, getattr(calls, method.name.lower())) for method in service.methods},
+        )
+
+    def _method(self, method: MethodDescriptor, call: Callable[..., Any]) -> "grpc.RpcMethodHandler[Any, Any]":
+        kind = GetMessageClass(method.input_type)
+        if method.client_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._stream(call))
+        if method.server_streaming:
+            return grpc.unary_stream_rpc_method_handler(self._unary_stream(kind, call))
+        return grpc.unary_unary_rpc_method_handler(self._unary(kind, call))
+
+    def _unary(self, kind: type[Message], answer: Unary) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        async def handle(data: bytes, context: Context) -> bytes:
+            remaining = self._remaining(context)
+            try:
+                with self._admitted(context, remaining) as call:
+                    async with asyncio.timeout(remaining):
+                        return (await answer(call, parse(kind, data))).SerializeToString()
+            except Exception as error:
+                await _refuse(context, error)
+                raise
+
+        return handle
+
+    def _unary_stream(
+        self, kind: type[Message], answer: Streaming
+    ) -> Callable[[bytes, Context], AsyncIterator[bytes]]:
+        async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
+            remaining = self._remaining(context)
+            try:
+                with self._admitted(context, remaining) as call:
+                    async with asyncio.timeout(remaining):
+                        async for reply in answer(call, parse(kind, data)):
+                            yield reply.SerializeToString()
+            except Exception as error:
+                await _refuse(context, error)
+                raise
+
+        return handle
+
+    def _stream(
+        self, answer: Callable[[Session, AsyncIterator[bytes], Context], Awaitable[None]]
+    ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+        async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                await answer(self._session(context), requests, context)
+            except Exception as error:
+                await _refuse(context, error)
+                raise
+
+        return handle
+
+    def _remaining(self, context: Context) -> float:
+        """Seconds that the call has."""
+        given = context.time_remaining()
+        return self._max_call_s if given is None else max(0.0, min(given, self._max_call_s))
+
+    @contextmanager
+    def _admitted(self, context: Context, remaining: float) -> Iterator[Call]:
+        """One call more of its session while the block runs."""
+        # What it waits for ends in time to answer; what has less time than that has half of it.
+        deadline = self._clock.monotonic() + max(remaining - REPLY_S, remaining / 2)
+        if self._sessions is None:
+            yield Call(deadline, None)
+            return
+        session, most = self._session(context), self._sessions.limits.max_calls_per_session
+        if session.num_calls >= most:
+            raise LimitReached(f"{most} calls are under way", field="max_calls_per_session")
+        session.num_calls += 1
+        try:
+            yield Call(deadline, session)
+        finally:
+            session.num_calls -= 1
+
+    def _session(self, context: Context) -> Session:
+        assert self._sessions is not None
+        for key, value in context.invocation_metadata() or ():
+            if key == TOKEN_METADATA and isinstance(value, bytes):
+                return self._sessions.of_token(value)
+        raise UnknownSession(f"the call carries no {TOKEN_METADATA}")
+
+
+async def _refuse(context: Context, error: Exception) -> None:
+    """End the call with the status of an error. Raises what gRPC's `abort` does."""
+    if isinstance(error, grpc.aio.AbortError):
+        return
+    if isinstance(error, TimeoutError) and not isinstance(error, HicacheError):
+        error = DeadlineExceeded("the call reached its deadline")
+    if not isinstance(error, HicacheError):
+        number = secrets.token_hex(4)
+        _log.error("a call failed, number %s", number, exc_info=error)
+        error = ServerFailure(f"the server has logged it as number {number}")
+    status, message = to_wire(error)
+    # gRPC's details are one line of a header, in which only printable ASCII is safe.
+    details = message.problem.encode("ascii", "replace").decode()
+    await context.abort(status, details, ((ERROR_METADATA, message.SerializeToString()),))
+
+
+def options(max_tokens: int) -> Sequence[tuple[str, int]]:
+    """Settings of a server that takes prompts of so many tokens: nothing longer is read from a socket."""
+    return (
+        ("grpc.max_receive_message_length", 4 * max_tokens + OVERHEAD_BYTES),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", 8 << 10),
+        ("grpc.so_reuseport", 0),
+    )
+
+

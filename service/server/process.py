@@ -1,0 +1,194 @@
+"""One server, from its first socket to its last: what is started in which order, and how it stops.
+
+Starting: the socket directory is claimed first, because everything else is only then ours to make; the cache is opened
+next, the longest step; then the calls, admin and health; the hello socket last, so that whoever is let in finds all.
+
+Stopping has two phases. In the first no session is taken, those there are told, and whoever still holds a lease or a
+reservation has `drain_s` seconds to finish. In the second all sessions end, what they hold is given back, calls are cut
+off, and the cache lets its moves finish and closes. A second signal skips both: the process ends at once, which loses
+nothing that was promised as durable.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from math import ceil
+from typing import Any, Final
+
+import grpc.aio
+from grpc_reflection.v1alpha import reflection
+
+import hicache
+from hicache.clock import SystemClock
+from hicache.errors import TierUnavailable
+from hicache.service import wire
+from hicache.service.config import ServeConfig
+from hicache.service.server.admin import AdminCalls
+from hicache.service.server.cache import Served, open_cache, options_of
+from hicache.service.server.data import DataCalls
+from hicache.service.server.edge import Edge, options
+from hicache.service.server.health import HealthServer, Progress
+from hicache.service.server.hello import HelloServer
+from hicache.service.server.sessions import Sessions
+from hicache.service.server.storing import Storing
+from hicache.service.sockets import SocketDirectory
+
+POLL_S: Final = 0.05
+"""How often the first phase of a stop looks whether it may end."""
+CUT_OFF_S: Final = 0.5
+"""How long calls may take to end that are cut off."""
+MAX_ADMIN_CALLS: Final = 16
+"""Calls under way on the admin socket."""
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """A running server. Made by `serving`; belongs to its loop."""
+
+    def __init__(self, config: ServeConfig, served: Served, tasks: asyncio.TaskGroup) -> None:
+        self.config: Final = config
+        self.clock: Final = served.cache.clock
+        self.cache: Final = served.cache
+        self.sessions: Final = Sessions(served.cache, config.limits, config.times)
+        self.storing: Final = Storing(served.cache, served.host, self.sessions, self._start)
+        self.stopping: Final = asyncio.Event()
+        """Set when the server is to stop."""
+        self._tasks: Final = tasks
+        self._own: Final[set[asyncio.Task[None]]] = set()
+        self._began: Final = self.clock.monotonic()
+        self._drain_s = config.times.drain_s
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> object:
+        task = self._tasks.create_task(work)
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+        return task
+
+    def stop(self, within_s: float = 0.0) -> None:
+        """Begin to stop; sessions have so many seconds to finish, or the configuration's. Again is harmless."""
+        if not self.stopping.is_set():
+            self._drain_s = within_s or self.config.times.drain_s
+            self.sessions.drain()
+            self.stopping.set()
+
+    def status(self) -> dict[str, Any]:
+        """The server of itself, JSON-able: "version", "protocol", "boot_id" (hex), "pid", "up_s", "commits",
+        "bytes_stored"."""
+        return {
+            "version": hicache.__version__,
+            "protocol": wire.PROTOCOL,
+            "boot_id": f"{self.sessions.boot.id:016x}",
+            "pid": os.getpid(),
+            "up_s": self.clock.monotonic() - self._began,
+            "commits": self.storing.num_commits,
+            "bytes_stored": self.storing.bytes_stored,
+        }
+
+    async def finish(self) -> None:
+        """The first phase of a stop, to its end or its deadline."""
+        for _ in range(ceil(self._drain_s / POLL_S)):
+            if all(session.is_idle for session in self.sessions):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def cut_off(self) -> None:
+        """The second phase, as far as it is about sessions: all end, and what was begun for them is waited for."""
+        for session in self.sessions:
+            self.sessions.end(session, "the server stopped")
+        if self._own:
+            # Copies take less. What waits longer waits for a disk, and promises nothing yet.
+            _, waiting = await asyncio.wait(set(self._own), timeout=CUT_OFF_S)
+            for task in waiting:
+                task.cancel()
+
+
+@asynccontextmanager
+async def serving(config: ServeConfig) -> AsyncIterator[Server]:
+    """A server that takes sessions inside the block; leaving it stops the server, in both phases.
+
+    Raises `BadRequest` naming a key, before anything is made that stays; `TierUnavailable`.
+    """
+    clock, opened_with = SystemClock(), options_of(config)
+    async with AsyncExitStack() as stack:
+        directory = SocketDirectory(config.socket_dir)
+        stack.callback(directory.close)
+        served = await open_cache(opened_with, clock)
+        await stack.enter_async_context(served.cache)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        server = Server(config, served, tasks)
+        stack.callback(server.storing.close)
+
+        data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions)
+        edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions)
+        calls = DataCalls(server.cache, server.sessions, server.storing)
+        data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
+        await _listen(data, directory / wire.DATA_SOCKET)
+        stack.push_async_callback(data.stop, CUT_OFF_S)
+
+        admin = _grpc_server(config, MAX_ADMIN_CALLS)
+        owners = AdminCalls(server.cache, server.sessions, status=server.status, drain=server.stop)
+        admin.add_generic_rpc_handlers((
+            Edge(clock, max_call_s=config.times.max_call_s, sessions=None).handler(wire.ADMIN, owners),
+        ))
+        reflection.enable_server_reflection((wire.ADMIN.full_name, wire.CACHE.full_name), admin)
+        await _listen(admin, directory / wire.ADMIN_SOCKET)
+        stack.push_async_callback(admin.stop, CUT_OFF_S)
+
+        progress = Progress(
+            clock,
+            server.cache.lanes,
+            has_nvme=bool(config.nvme_dirs),
+            is_accepting=lambda: not server.sessions.is_draining,
+        )
+        for watching in (progress.watch(), server.sessions.watch()):
+            stack.callback(tasks.create_task(watching).cancel)
+        health = HealthServer(directory / wire.HEALTH_SOCKET, progress, clock)
+        stack.callback(health.close)
+        hello = HelloServer(directory / wire.HELLO_SOCKET, server.sessions, served.host, config.tenants)
+        stack.callback(hello.close)
+        stack.callback(tasks.create_task(hello.run()).cancel)
+        stack.push_async_callback(server.cut_off)
+        try:
+            yield server
+        finally:
+            server.stop()
+            await server.finish()
+
+
+async def run(config: ServeConfig, *, ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves.
+
+    For the main thread of a process of its own: it sets the umask and signal handlers. Raises as `serving` does.
+    """
+    os.umask(0o077)
+    loop = asyncio.get_running_loop()
+    async with serving(config) as server:
+
+        def stop() -> None:
+            if server.stopping.is_set():
+                _log.warning("a second signal: ending at once")
+                os._exit(128 + signal.SIGTERM)
+            server.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, stop)
+        ready()
+        await server.stopping.wait()
+
+
+def _grpc_server(config: ServeConfig, max_calls: int) -> grpc.aio.Server:
+    return grpc.aio.server(options=options(config.limits.max_tokens), maximum_concurrent_rpcs=max_calls)
+
+
+async def _listen(server: grpc.aio.Server, path: str) -> None:
+    try:
+        server.add_insecure_port(wire.address(path))
+    except RuntimeError as error:
+        raise TierUnavailable("data", f"cannot listen at {path}: {error}") from None
+    os.chmod(path, 0o600)
+    await server.start()

@@ -1,0 +1,89 @@
+"""A session's staging memory: where its process puts new pages, and whence the server copies them.
+
+The server makes it, of a size that it chose, allocated at once and sealed against shrinking, so that reading it can
+never fail. The other process can write to it at any time: what is copied is looked at only afterwards, in the copy.
+"""
+
+import fcntl
+import mmap
+import os
+from typing import Final
+
+from hicache.errors import NoRoom
+from hicache.tier import Slots, TierId
+from hicache.tiers.slots import SlotPool
+
+STAGING: Final = TierId("staging")
+"""What staging memory is called in errors."""
+
+
+class Staging:
+    """`num_slots` slots of `stride` bytes. Belongs to the event loop; `view` may be read in any thread."""
+
+    def __init__(self, num_slots: int, stride: int) -> None:
+        """Allocates all memory, some 0.3 s a GiB: for a thread. Raises `NoRoom` when it cannot be had."""
+        self.stride: Final = stride
+        self.num_slots: Final = num_slots
+        self._pool: Final = SlotPool(STAGING, num_slots)
+        num_bytes = num_slots * stride
+        self._fd = -1
+        try:
+            self._fd = os.memfd_create("hicache-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.posix_fallocate(self._fd, 0, num_bytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._memory = mmap.mmap(self._fd, num_bytes)
+        except OSError as error:
+            if self._fd >= 0:
+                os.close(self._fd)
+            problem = f"cannot have {num_bytes} bytes of memory: {error.strerror}"
+            raise NoRoom(STAGING, pages_asked=num_slots, pages_free=0, problem=problem) from error
+        self._view = memoryview(self._memory)
+        self._num_users = 0
+        self._is_closed = False
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that the session's process is given."""
+        return self._fd
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `allocate` can give now."""
+        return self._pool.num_free
+
+    def allocate(self, num_slots: int) -> Slots:
+        """Take slots; raises `NoRoom` when fewer are free."""
+        return self._pool.allocate(num_slots)
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back."""
+        self._pool.free(slots)
+
+    def view(self, slot: int, num_bytes: int) -> memoryview:
+        """The first bytes of a slot. Only while the memory is `held`."""
+        start = slot * self.stride
+        return self._view[start : start + num_bytes]
+
+    def hold(self) -> None:
+        """Keep the memory while a copy reads it, also if the session ends meanwhile. Ends with `let_go`."""
+        self._num_users += 1
+
+    def let_go(self) -> None:
+        """End what `hold` began."""
+        self._num_users -= 1
+        if self._is_closed and not self._num_users:
+            self._release()
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody holds it. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            if not self._num_users:
+                self._release()
+
+    def _release(self) -> None:
+        # The other process may still have the memory mapped, or keep its descriptor: the pages go all the same.
+        self._memory.madvise(mmap.MADV_REMOVE)
+        self._view.release()
+        self._memory.close()
+        os.close(self._fd)

@@ -1,0 +1,325 @@
+"""The write in two phases: `reserve` takes room and finds nothing wrong yet, `commit` copies and publishes.
+
+    reserve   the pages before the new ones are leased, arena and staging slots are taken; nothing can be found
+    (client)  writes its staging slots
+    commit    a thread copies staging to the arena and takes the checksum of the copy; then, in one step of the loop,
+              the pages are published in the tree and the reservation ends
+
+A commit is carried out by a task of the server's own: a client that stops waiting, or ends, leaves neither a
+half-copied page nor a lost slot. What the client changes in its staging memory meanwhile shows in its own pages alone.
+"""
+
+import asyncio
+import os
+import struct
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hicache.cache import Cache
+from hicache.errors import BadRequest, DeadlineExceeded, HicacheError, NoRoom, TierUnavailable
+from hicache.lease import Lease
+from hicache.node import Node
+from hicache.service.errors import Draining, reason_of
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.sessions import Reservation, Session, Sessions, Tokens
+from hicache.tier import HOST, PageIdentity, TierId
+from hicache.tiers.host import HostTier
+from hicache.tiers.memory import started_executor
+from hicache.tokens import check_ids
+
+CHUNK_BYTES: Final = 2 << 20
+"""A thread is handed at least so many bytes of pages to copy."""
+GIL_KEPT_BELOW: Final = 32 << 10
+"""Bytes of a page below which giving the interpreter's lock away for its checksum costs more than keeping it."""
+MAX_THREADS: Final = 4
+"""Threads that copy, at most one a core."""
+BEHIND_S: Final = 60.0
+"""How long a promise behind the reply may take before it counts as lost."""
+
+Start = Callable[[Coroutine[Any, Any, None]], object]
+"""Runs a coroutine as a task of the server's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of a commit: it was published up to `node`, or refused for `reason`."""
+
+    node: Node | None
+    num_tokens: int
+    reason: "pb.Reason"
+
+
+class Storing:
+    """Reserves and commits for all sessions of a server. Belongs to its loop."""
+
+    def __init__(self, cache: Cache, host: HostTier, sessions: Sessions, start: Start) -> None:
+        self.cache: Final = cache
+        self.sessions: Final = sessions
+        self.num_commits = 0
+        """Commits that were published."""
+        self.bytes_stored = 0
+        """Bytes that they copied."""
+        self._host: Final = host
+        self._start: Final = start
+        self._sums: Final = np.zeros(host.capacity_pages, np.uint32)
+        self._threads: Final = started_executor(TierId("commit"), min(MAX_THREADS, os.cpu_count() or 1))
+
+    def close(self) -> None:
+        """Join the threads; no commit is under way any more."""
+        self._threads.shutdown()
+
+    def checksum(self, slot: int) -> int:
+        """CRC-32C of the page that was committed to an arena slot last."""
+        return int(self._sums[slot])
+
+    # -- the first phase ----------------------------------------------------------------------------------------------
+
+    async def reserve(self, session: Session, request: pb.ReserveRequest, deadline: float) -> pb.ReserveReply:
+        """See `ReserveRequest`. Waits for room in the arena, at most until `deadline` (monotonic seconds)."""
+        cache, sessions, page_size = self.cache, self.sessions, self.cache.layout.page_size
+        if sessions.is_draining:
+            raise Draining("the server is about to stop")
+        sessions.require_lease(session)
+        namespace, tokens = sessions.resolve(session, request.prefix)
+        check_ids("prefix.tokens", tokens)
+        num_pages, odd = divmod(len(tokens), page_size)
+        if odd or not num_pages:
+            raise BadRequest("prefix.tokens", f"{len(tokens)} tokens are not one or more whole pages of {page_size}")
+        if request.first_page >= num_pages:
+            raise BadRequest("first_page", f"{request.first_page} is not within 0 to {num_pages - 1}")
+        match = cache.tree.match(namespace, tokens, published=False)
+        first_page = match.num_tokens // page_size
+        if first_page == num_pages:
+            return pb.ReserveReply(outcome=pb.OUTCOME_RESIDENT, first_page=num_pages)
+        if request.first_page > first_page:
+            return pb.ReserveReply(outcome=pb.OUTCOME_REFUSED, reason=pb.REASON_NOT_RESIDENT, first_page=first_page)
+        # What is cached before is kept until the commit: new pages stand on it.
+        now = cache.clock.monotonic()
+        lease = cache.tree.lease(match, owner=session.owner, deadline=None, now=now)
+        try:
+            if lease.node is not None:
+                cache.tree.touch(lease.node, now)
+            reservation, reason = await self._take_room(
+                session, request.prefix.namespace_id, tokens, first_page, lease, deadline
+            )
+        except BaseException:
+            cache.release(lease)
+            raise
+        if reservation is None:
+            cache.release(lease)
+            return pb.ReserveReply(outcome=pb.OUTCOME_REFUSED, reason=reason, first_page=first_page)
+        return pb.ReserveReply(
+            outcome=pb.OUTCOME_ACCEPTED,
+            reason=reason,
+            reservation=sessions.reserve(session, reservation),
+            first_page=first_page,
+            staging_slots=reservation.staging_slots.astype("<i4").tobytes(),
+        )
+
+    async def _take_room(
+        self, session: Session, namespace_id: int, tokens: Tokens, first_page: int, lease: Lease, deadline: float
+    ) -> tuple[Reservation | None, "pb.Reason"]:
+        """Slots for the pages from `first_page` on, as many as can be had, and why they are fewer."""
+        cache, sessions, staging = self.cache, self.sessions, session.staging
+        if staging is None:
+            raise BadRequest("staging_bytes", "this session asked for none, so it cannot write")
+        wanted = len(tokens) // cache.layout.page_size - first_page
+        num_pages, reason = wanted, pb.REASON_NONE
+        if sessions.room(session) < num_pages:
+            num_pages, reason = sessions.room(session), pb.REASON_LIMIT
+        if staging.num_free < num_pages:
+            num_pages, reason = staging.num_free, pb.REASON_NO_ROOM
+        if not num_pages:
+            return None, reason
+        staging_slots = staging.allocate(num_pages)
+        try:
+            slots = await cache.allocate_up_to(HOST, num_pages, deadline=deadline)
+        except BaseException:
+            if not session.ended.is_set():
+                staging.free(staging_slots)
+            raise
+        if session.ended.is_set() or not len(slots):
+            cache.free({HOST: slots})
+            sessions.require(session)
+            staging.free(staging_slots)
+            return None, pb.REASON_NO_ROOM
+        if len(slots) < num_pages:
+            staging.free(staging_slots[len(slots) :])
+            staging_slots, reason = staging_slots[: len(slots)], pb.REASON_NO_ROOM
+        # A copy: `tokens` may be a view of the whole message.
+        kept = tokens[: (first_page + len(slots)) * cache.layout.page_size].copy()
+        namespace = session.namespace(namespace_id)
+        return Reservation(namespace_id, namespace, kept, first_page, slots, staging_slots, lease), reason
+
+    # -- the second phase ---------------------------------------------------------------------------------------------
+
+    async def commit(self, session: Session, request: pb.CommitRequest, deadline: float) -> pb.CommitReply:
+        """See `CommitRequest`. Waits for the copy, and where it was asked for until the pages are durable."""
+        reservation = session.reservations.get(request.reservation)
+        if reservation is not None and request.checksums and len(request.checksums) != 4 * len(reservation.slots):
+            raise BadRequest(
+                "checksums", f"{len(request.checksums)} bytes are not 4 for each of {len(reservation.slots)} pages"
+            )
+        reservation = self.sessions.take_reservation(session, request.reservation)
+        done: asyncio.Future[Stored] = asyncio.get_running_loop().create_future()
+        self._start(self._carry_out(session, reservation, request.checksums, done))
+        await asyncio.wait([done])  # giving up waiting leaves the copy alone
+        stored = done.result()
+        if stored.node is None:
+            return pb.CommitReply(outcome=pb.OUTCOME_REFUSED, reason=stored.reason)
+        self.sessions.require(session)
+        num_pages = stored.num_tokens // self.cache.layout.page_size
+        reply = pb.CommitReply(
+            outcome=pb.OUTCOME_RESIDENT,
+            tier=pb.TIER_HOST,
+            num_tokens=stored.num_tokens,
+            handle=self.sessions.handle(session, reservation.namespace_id, stored.node, num_pages),
+        )
+        if request.durability == pb.DURABILITY_BEHIND:
+            reply.sequence = session.promises.make()
+            self._start(self._keep_promise(session, reservation, reply.sequence))
+        elif request.durability == pb.DURABILITY_WAIT:
+            reply.sequence = session.promises.make()
+            reply.reason = await self._persist(session, reservation, reply.sequence, deadline)
+            if reply.reason == pb.REASON_NONE:
+                reply.outcome = pb.OUTCOME_DURABLE
+        reply.durable_sequence = session.promises.durable
+        return reply
+
+    async def _carry_out(
+        self, session: Session, reservation: Reservation, checksums: bytes, done: "asyncio.Future[Stored]"
+    ) -> None:
+        """Copy and publish, whatever becomes of the caller; sets `done`."""
+        stored = Stored(None, 0, pb.REASON_CLOSED)
+        try:
+            try:
+                reason = await self._copy(session, reservation, checksums)
+            except BaseException:
+                self.cache.free({HOST: reservation.slots})
+                raise
+            stored = Stored(None, 0, reason)
+            if reason == pb.REASON_NONE:
+                stored = self._publish(reservation)
+            else:
+                self.cache.free({HOST: reservation.slots})
+        finally:
+            self.sessions.end_reservation(session, reservation)
+            if not done.done():
+                done.set_result(stored)
+
+    async def _copy(self, session: Session, reservation: Reservation, checksums: bytes) -> "pb.Reason":
+        """Copy the staging slots to the arena in threads, and compare checksums where some were sent."""
+        staging = session.staging
+        if staging is None or session.ended.is_set():
+            return pb.REASON_UNKNOWN_SESSION
+        page_bytes = self.cache.layout.page_bytes
+        pairs = list(zip(reservation.staging_slots.tolist(), reservation.slots.tolist(), strict=True))
+        views = [(staging.view(source, page_bytes), self._host.view(target)) for source, target in pairs]
+        at_once = max(1, CHUNK_BYTES // page_bytes)
+        staging.hold()
+        try:
+            loop = asyncio.get_running_loop()
+            parts = [
+                loop.run_in_executor(self._threads, _copy_and_sum, views[start : start + at_once])
+                for start in range(0, len(views), at_once)
+            ]
+            await _ended(parts)
+            sums = [each for part in parts for each in part.result()]
+        finally:
+            for source, _ in views:
+                source.release()
+            staging.let_go()
+        if checksums and list(struct.unpack(f"<{len(sums)}I", checksums)) != sums:
+            return pb.REASON_CORRUPT_PAGE
+        self._sums[reservation.slots] = sums
+        return pb.REASON_NONE
+
+    def _publish(self, reservation: Reservation) -> Stored:
+        """Put copied pages into the tree, all at once."""
+        cache, tree, slots, first_page = self.cache, self.cache.tree, reservation.slots, reservation.first_page
+        path = cache.path(reservation.lease)
+        if sum([node.num_pages for node in path]) != first_page:
+            # Damaged and forgotten meanwhile: there is nothing that these pages could stand on.
+            cache.free({HOST: slots})
+            return Stored(None, 0, pb.REASON_NOT_RESIDENT)
+        chain = tree.identities(path[-1])[-1].chain if path else reservation.namespace.digest
+        now = cache.clock.monotonic()
+        try:
+            inserted = tree.insert(
+                reservation.namespace, reservation.tokens, tier=HOST, slots=slots, first_page=first_page, now=now
+            )
+        except NoRoom:
+            cache.counters.pages_refused += len(slots)
+            cache.free({HOST: slots})
+            return Stored(None, 0, pb.REASON_NO_ROOM)
+        self._declare(reservation, chain)
+        cache.counters.metadata_dropped_pages += inserted.num_dropped
+        cache.counters.pages_published += len(slots) - len(inserted.duplicates)
+        cache.counters.pages_duplicate += len(inserted.duplicates)
+        cache.counters.tokens_computed += len(slots) * cache.layout.page_size
+        cache.writing_through.published(inserted.node)
+        cache.free(inserted.freed)
+        cache.free({HOST: inserted.duplicates})
+        self.num_commits += 1
+        self.bytes_stored += len(slots) * cache.layout.page_bytes
+        return Stored(inserted.node, len(reservation.tokens), pb.REASON_NONE)
+
+    def _declare(self, reservation: Reservation, chain: bytes) -> None:
+        """Tell the arena which pages its slots hold now."""
+        digest, page_size = reservation.namespace.digest, self.cache.layout.page_size
+        packed = reservation.tokens.astype("<i4").tobytes()
+        for page, slot in enumerate(reservation.slots.tolist(), start=reservation.first_page):
+            identity = PageIdentity(digest, chain, packed[4 * page * page_size : 4 * (page + 1) * page_size])
+            self._host.declare(slot, self._host.generation(slot), identity)
+            chain = identity.chain
+
+    # -- durability ---------------------------------------------------------------------------------------------------
+
+    async def _persist(
+        self, session: Session, reservation: Reservation, sequence: int, deadline: float
+    ) -> "pb.Reason":
+        """Write a commit to NVMe; why it is not durable, NONE when it is. Settles the promise, whatever happens."""
+        is_kept = False
+        try:
+            persisted = await self.cache.persist(reservation.namespace, reservation.tokens, deadline=deadline)
+            is_kept = persisted.num_tokens >= len(reservation.tokens)
+        except (DeadlineExceeded, TierUnavailable) as error:
+            return reason_of(error)
+        finally:
+            session.promises.settle(sequence, is_kept=is_kept)
+        return pb.REASON_NONE if is_kept else pb.REASON_NO_ROOM
+
+    async def _keep_promise(self, session: Session, reservation: Reservation, sequence: int) -> None:
+        deadline = self.cache.clock.monotonic() + BEHIND_S
+        try:
+            await self._persist(session, reservation, sequence, deadline)
+        except HicacheError:
+            return  # the cache closes; the promise is settled as lost
+
+
+async def _ended(parts: Iterable["asyncio.Future[list[int]]"]) -> None:
+    """Wait until every thread has ended its part, even when cancelled: until then the memory is in use."""
+    cancelled: asyncio.CancelledError | None = None
+    waiting = set(parts)
+    while waiting:
+        try:
+            _, waiting = await asyncio.wait(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            waiting = {part for part in waiting if not part.done()}
+    if cancelled is not None:
+        raise cancelled
+
+
+def _copy_and_sum(pages: Sequence[tuple[memoryview, memoryview]]) -> list[int]:
+    """Copy each page and return the CRC-32C of each copy, taken while it is in the processor's cache."""
+    from crc32c import crc32c
+
+    sums = []
+    for source, target in pages:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        sums.append(crc32c(target, 0, len(target) >= GIL_KEPT_BELOW))
+    return sums

@@ -1,0 +1,137 @@
+"""What both ends of the wire know beside its messages: names of calls, metadata, packing of ids, the hello's frame.
+
+Loads neither torch nor numpy: clients use it.
+"""
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from hicache.errors import BadRequest
+from hicache.service.proto import hicache_pb2 as pb
+
+PROTOCOL: Final = 1
+"""Version of the wire that this code speaks."""
+CACHE: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Cache"]
+"""What engines call, on the data socket."""
+ADMIN: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Admin"]
+"""What the owner calls, on the admin socket."""
+
+HELLO_SOCKET: Final = "hello.sock"
+DATA_SOCKET: Final = "data.sock"
+ADMIN_SOCKET: Final = "admin.sock"
+HEALTH_SOCKET: Final = "health.sock"
+
+TOKEN_METADATA: Final = "hicache-token-bin"  # noqa: S105  # the name, not a token
+"""Metadata that carries the session's token."""
+ERROR_METADATA: Final = "hicache-error-bin"
+"""Trailing metadata that carries a packed `Error`."""
+TOKEN_BYTES: Final = 32
+"""Bytes of a session's token."""
+
+MAX_HELLO_BYTES: Final = 4096
+"""Longest message on the hello socket."""
+MAX_SECRET_BYTES: Final = 256
+MAX_NAME_CHARS: Final = 64
+OVERHEAD_BYTES: Final = 64 << 10
+"""What a message may have beside its token ids."""
+MAX_REPLY_BYTES: Final = 64 << 20
+"""Longest reply that a client takes: slots and generations of five million pages."""
+
+_LENGTH: Final = struct.Struct("<I")
+_M = TypeVar("_M", bound=Message)
+
+
+def path_of(method: MethodDescriptor) -> str:
+    """The method's name on the wire, "/hicache.v1.Cache/Lookup" say."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def address(socket_path: str) -> str:
+    """What gRPC calls a Unix socket with this path, which is absolute."""
+    return f"unix:{socket_path}"
+
+
+def parse(kind: type[_M], data: bytes) -> _M:
+    """The message that `data` is. Raises `BadRequest` for what is none, and for fields and enum values that this
+    version does not know: what they ask for would be left out in silence."""
+    try:
+        message = kind.FromString(data)
+    except DecodeError:
+        raise BadRequest("message", f"is no {kind.DESCRIPTOR.name}") from None
+    _check_known(message)
+    return message
+
+
+def _check_known(message: Message) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise BadRequest("message", f"{message.DESCRIPTOR.name} has no field {unknown[0].field_number}")
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.is_repeated:
+            _check_known(value)
+        elif field.enum_type is not None and value not in field.enum_type.values_by_number:
+            raise BadRequest(field.name, f"{value} is no {field.enum_type.name}")
+
+
+def pack_int32(values: Iterable[int]) -> bytes:
+    """Ids as packed little-endian int32. An `array('i')`, and any buffer of int32, is taken as it is.
+
+    Raises `BadRequest` for what holds other than integers of 32 bits.
+    """
+    try:
+        view = memoryview(values)  # type: ignore[arg-type]  # what is no buffer raises, and is tried as integers
+    except TypeError:
+        pass
+    else:
+        if view.format in ("i", "<i", "l", "<l") and view.itemsize == 4 and view.ndim == 1:
+            return view.tobytes()
+    try:
+        packed = array("i", values)
+    except (TypeError, OverflowError) as error:
+        raise BadRequest("tokens", f"is not a sequence of int32 ids ({error})") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_int32(data: bytes) -> "array[int]":
+    """What `pack_int32` packed."""
+    return _unpack("i", data)
+
+
+def unpack_int64(data: bytes) -> "array[int]":
+    """Packed little-endian int64."""
+    return _unpack("q", data)
+
+
+def _unpack(code: str, data: bytes) -> "array[int]":
+    values: array[int] = array(code)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def frame(message: Message) -> bytes:
+    """A message as it stands on the hello socket."""
+    data = message.SerializeToString()
+    return _LENGTH.pack(len(data)) + data
+
+
+def framed_length(head: bytes) -> int:
+    """Bytes of the message behind the first four. Raises `BadRequest` for more than `MAX_HELLO_BYTES`."""
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_HELLO_BYTES:
+        raise BadRequest("message", f"{length} bytes are more than {MAX_HELLO_BYTES}")
+    return int(length)
+
+
+FRAME_HEAD: Final = _LENGTH.size
+"""Bytes before a message on the hello socket."""

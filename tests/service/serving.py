@@ -1,0 +1,200 @@
+"""Servers for tests: one in a thread of this process, and one in a process of its own; and pages whose bytes tell whose
+they are."""
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc.aio
+
+from hicache.layout import KVDtype, KVLayout
+from hicache.namespace import Namespace
+from hicache.service.client import Client, Prompt
+from hicache.service.config import ServeConfig
+from hicache.service.server.process import Server, serving
+from tests.repository import ROOT
+
+LAYOUT: Final = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT32, page_size=16)
+"""Pages of 4,096 bytes: one slot each."""
+NAMESPACE: Final = Namespace(model="sha256:ab", layout=LAYOUT)
+PAGE: Final = LAYOUT.page_size
+WAIT_S: Final = 30.0
+"""How long anything may take that is not what a test is about."""
+
+T = TypeVar("T")
+
+# The poller of grpc.aio is the process's: it begins before any test looks for threads that it has left behind.
+grpc.aio.init_grpc_aio()
+
+
+def settings(directory: Path, *, host_pages: int = 64, **more: object) -> dict[str, object]:
+    """A server's settings; `more` by key, with "__" for the dot."""
+    tree: dict[str, Any] = {
+        "socket_dir": str(directory / "run"),
+        "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32", "page_size": PAGE},
+        "host": {"bytes": host_pages * LAYOUT.page_bytes},
+        "limits": {"staging_bytes": 16 * LAYOUT.page_bytes},
+    }
+    for key, value in more.items():
+        *tables, last = key.split("__")
+        inside = tree
+        for table in tables:
+            inside = inside.setdefault(table, {})
+        inside[last] = value
+    return tree
+
+
+class ThreadServer:
+    """A server on a loop in a thread of this process, so that a test can look inside it."""
+
+    def __init__(self, tree: dict[str, object]) -> None:
+        self.config = ServeConfig.checked(tree)
+        self.directory = self.config.socket_dir
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="test-server")
+        self._thread.start()
+        assert self._started.wait(WAIT_S)
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        async with serving(self.config) as server:
+            self.server, self._loop = server, asyncio.get_running_loop()
+            self._started.set()
+            await server.stopping.wait()
+
+    def call(self, ask: Callable[[Server], T]) -> T:
+        """What `ask` says of the server, asked on its loop."""
+
+        async def asked() -> T:
+            return ask(self.server)
+
+        return self.run(asked())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    def until(self, condition: Callable[[Server], bool], *, within_s: float) -> float:
+        """Wait on the server's loop until a condition holds; how long that took. Raises `TimeoutError`."""
+
+        async def waited() -> float:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            async with asyncio.timeout(within_s):
+                while not condition(self.server):
+                    tick: asyncio.Future[None] = loop.create_future()
+                    loop.call_later(0.01, tick.set_result, None)
+                    await tick
+            return loop.time() - began
+
+        return self.run(waited())
+
+    def close(self) -> None:
+        """Stop it, as SIGTERM would."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.server.stop)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the server did not stop"
+        if self._failure is not None:
+            raise self._failure
+
+
+@contextmanager
+def thread_server(directory: Path, **more: Any) -> Iterator[ThreadServer]:
+    """A `ThreadServer` with these settings."""
+    server = ThreadServer(settings(directory, **more))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class ServerProcess:
+    """`hicache serve` in a process of its own."""
+
+    def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
+        self.directory = directory / "run"
+        self._errors = directory / "errors"
+        with self._errors.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hicache.tools", "serve", "--socket-dir", str(self.directory), *arguments],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.startswith(b"serving at"):
+            self.stop()
+            raise AssertionError(f"it did not start: {line!r} {self.errors()}")
+
+    def errors(self) -> str:
+        """What it wrote to standard error."""
+        return self._errors.read_text()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait; its exit status."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+        status = self.process.wait(WAIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+
+def arguments(*, host_pages: int = 64, **more: object) -> list[str]:
+    """The settings of a `ServerProcess` as options; `more` as `settings` takes it, each value as TOML has it."""
+    values = {
+        "layout.num_layers": 2,
+        "layout.num_kv_heads": 1,
+        "layout.head_dim": 16,
+        "layout.dtype": '"float32"',
+        "layout.page_size": PAGE,
+        "host.bytes": host_pages * LAYOUT.page_bytes,
+        "limits.staging_bytes": 16 * LAYOUT.page_bytes,
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def page_bytes(tokens: Sequence[int], page: int, tenant: str = "") -> bytes:
+    """What the page of a prompt holds in tests: bytes that depend on the tenant and on every token up to its end."""
+    seed = repr((tenant, list(tokens[: (page + 1) * PAGE]))).encode()
+    return hashlib.shake_128(seed).digest(LAYOUT.page_bytes)
+
+
+def store(client: Client, tokens: Sequence[int], *, tenant: str = "", **how: Any) -> int:
+    """Write the pages of a prompt that are not cached; how many tokens can be found with them."""
+    with client.reserve(Prompt(NAMESPACE, tokens)) as reservation:
+        for index, view in enumerate(reservation):
+            view[:] = page_bytes(tokens, reservation.first_page + index, tenant)
+        return reservation.commit(**how).num_tokens
+
+
+def check(client: Client, tokens: Sequence[int], *, tenant: str = "") -> int:
+    """Read what is cached of a prompt and compare every byte; how many tokens that were."""
+    with client.acquire(Prompt(NAMESPACE, tokens)) as lease:
+        for index in range(len(lease)):
+            expected = page_bytes(tokens, lease.first_page + index, tenant)
+            assert lease.read(index) == expected, f"page {index} holds other bytes"
+            assert lease[index] == expected
+        return lease.num_tokens

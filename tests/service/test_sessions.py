@@ -1,0 +1,213 @@
+"""Sessions whose processes die, fall silent or never come; and servers that are killed and started again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.errors import LeaseExpired
+from hicache.service import wire
+from hicache.service.client import Client, Durability, Outcome, Prompt, connect
+from hicache.service.client.transport import GrpcTransport, say_hello
+from hicache.service.errors import Unreachable, VersionMismatch
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.tier import HOST
+from tests.repository import ROOT
+from tests.service.serving import (
+    NAMESPACE,
+    PAGE,
+    WAIT_S,
+    ServerProcess,
+    ThreadServer,
+    arguments,
+    check,
+    page_bytes,
+    store,
+    thread_server,
+)
+
+HOLDER = """
+import sys
+from tests.service.serving import NAMESPACE, PAGE, store
+from hicache.service.client import Prompt, connect
+client = connect(sys.argv[1], name="holder")
+store(client, range(3 * PAGE))
+lease = client.acquire(Prompt(NAMESPACE, range(3 * PAGE)))
+reservation = client.reserve(Prompt(NAMESPACE, range(1000, 1000 + 5 * PAGE)))
+print(len(lease), len(reservation), flush=True)
+sys.stdin.read()
+"""
+"""A process that leases three pages, reserves five, and holds them until its standard input ends."""
+
+
+def _holder(server: ThreadServer) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(server.directory)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"3 5\n"
+    return process
+
+
+def _leave(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait(WAIT_S)
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def _holds(inside: Any) -> tuple[int, int, int]:
+    """Sessions, leases in the tree, and arena pages that are not free."""
+    host = inside.cache.tiers[HOST]
+    return len(inside.sessions), inside.cache.tree.num_leases, host.capacity_pages - host.num_free
+
+
+def test_a_killed_client_gives_everything_back_within_a_second(tmp_path: Path) -> None:
+    """I23, F21, C17: kill -9 with a lease and a reservation. What it stored stays."""
+    with thread_server(tmp_path) as server:
+        process = _holder(server)
+        try:
+            assert server.call(_holds) == (1, 2, 8)
+            process.kill()
+            assert server.until(lambda inside: _holds(inside) == (0, 0, 3), within_s=5.0) < 1.0
+        finally:
+            _leave(process)
+        server.call(lambda inside: inside.cache.tree.check_integrity())
+        with connect(server.directory) as client:
+            assert check(client, range(3 * PAGE)) == 3 * PAGE
+
+
+def test_a_stopped_client_is_ended_after_the_lease_time(tmp_path: Path) -> None:
+    """I23, F22: SIGSTOP; others notice nothing, and what it finds when it goes on is a session that has ended."""
+    with thread_server(tmp_path, times__lease_s=1.0) as server:
+        process = _holder(server)
+        try:
+            os.kill(process.pid, signal.SIGSTOP)
+            with connect(server.directory) as client:
+                assert check(client, range(3 * PAGE)) == 3 * PAGE
+                assert server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0) < 2.0
+                assert server.call(_holds) == (1, 0, 3)
+                assert server.call(lambda inside: inside.sessions.ended["it was silent"]) == 1
+                assert check(client, range(3 * PAGE)) == 3 * PAGE
+        finally:
+            _leave(process)
+
+
+def test_a_session_that_never_attaches_is_dropped(tmp_path: Path) -> None:
+    """I23: half a handshake holds nothing for long."""
+    with thread_server(tmp_path, times__attach_s=0.3) as server:
+        welcome, fds = say_hello(server.directory, pb.Hello(protocol=1, staging_bytes=1 << 16), WAIT_S)
+        for fd in fds:
+            os.close(fd)
+        assert welcome.attach_ms == 300
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=2.0)
+        assert server.call(lambda inside: inside.sessions.ended) == {"it never attached": 1}
+
+
+def test_a_second_stream_of_a_session_is_refused_and_the_first_lives(tmp_path: Path) -> None:
+    with thread_server(tmp_path) as server, connect(server.directory) as client:
+        store(client, range(PAGE))
+        transport, heard = GrpcTransport(server.directory), list[pb.Notice]()
+        transport.attach(client.welcome.token, 1.0, heard.append, lambda: None)
+        transport._threads[0].join(WAIT_S)
+        transport.close()
+        assert not heard
+        assert check(client, range(PAGE)) == PAGE
+        assert server.call(lambda inside: len(inside.sessions)) == 1
+
+
+def test_odd_hellos_are_hung_up_on(tmp_path: Path) -> None:
+    """F33, I32: random bytes, half a message, a length of four gigabytes, another version. The next one is let in."""
+    with thread_server(tmp_path) as server:
+        for data in (b"\xff" * 64, b"\xff\xff\xff\xff", b"\x05\x00\x00\x00ab", b"", b"\x02\x00\x00\x00\xff\xff"):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(server.directory / wire.HELLO_SOCKET))
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(WAIT_S)
+                answer = connection.recv(4096)
+                reply = pb.HelloReply.FromString(answer[4:])
+                assert not reply.HasField("welcome")
+                assert reply.error.reason in (pb.REASON_BAD_REQUEST, pb.REASON_CLOSED)
+        with pytest.raises(VersionMismatch):
+            say_hello(server.directory, pb.Hello(protocol=2), WAIT_S)
+        with connect(server.directory) as client:
+            assert store(client, range(PAGE)) == PAGE
+        assert server.call(lambda inside: len(inside.sessions.ended)) == 1
+
+
+def _client(server: ServerProcess) -> Client:
+    return connect(server.directory, name="survivor")
+
+
+def test_clients_find_a_restarted_server_by_themselves_and_nvme_warm(tmp_path: Path) -> None:
+    """I37, I14 over the wire: kill -9; what was promised as durable is there, what was not may be gone, and the same
+    client goes on, in a session of another boot."""
+    options = [*arguments(nvme__bytes=256 * 4096), "--nvme-dir", str(tmp_path / "nvme")]
+    server = ServerProcess(tmp_path, options)
+    try:
+        with _client(server) as client:
+            boot = client.welcome.boot_id
+            durable, volatile = range(4 * PAGE), range(5000, 5000 + 4 * PAGE)
+            with client.reserve(Prompt(NAMESPACE, durable)) as reservation:
+                for index, view in enumerate(reservation):
+                    view[:] = page_bytes(durable, index)
+                committed = reservation.commit(durability=Durability.WAIT, timeout_s=WAIT_S)
+            assert (committed.outcome, committed.sequence) == (Outcome.DURABLE, 1)
+            assert client.durable_sequence == 1
+            store(client, volatile)
+            lease = client.acquire(Prompt(NAMESPACE, durable))
+            pending = client.reserve(Prompt(NAMESPACE, range(9000, 9000 + PAGE)))
+            assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+            with pytest.raises(Unreachable):
+                client.lookup(Prompt(NAMESPACE, durable))
+            # Its memory outlives it: what was leased was right, and nobody writes there any more.
+            with lease:
+                assert lease.read(1) == page_bytes(durable, 1)
+            server = ServerProcess(tmp_path, options)
+            assert check(client, durable) == 4 * PAGE
+            assert client.welcome.boot_id != boot
+            with pytest.raises(LeaseExpired):
+                pending.commit()
+            assert check(client, volatile) in (0, 4 * PAGE)
+            assert store(client, volatile) == 4 * PAGE
+    finally:
+        assert server.stop() == 0, server.errors()
+    assert server.errors() == ""
+
+
+def test_a_clean_stop_keeps_what_was_promised_behind(tmp_path: Path) -> None:
+    """I41: SIGTERM with a client attached; the promise behind the reply is kept, and told."""
+    options = [*arguments(nvme__bytes=256 * 4096, times__drain_s=5.0), "--nvme-dir", str(tmp_path / "nvme")]
+    server = ServerProcess(tmp_path, options)
+    with _client(server) as client:
+        store(client, range(4 * PAGE), durability=Durability.BEHIND)
+        assert server.stop() == 0, server.errors()
+        server = ServerProcess(tmp_path, options)
+        try:
+            assert check(client, range(4 * PAGE)) == 4 * PAGE
+        finally:
+            assert server.stop() == 0, server.errors()
+
+
+def test_a_second_server_on_the_same_directory_refuses_to_start(tmp_path: Path) -> None:
+    """I22, F29, F38: and the first goes on."""
+    server = ServerProcess(tmp_path, arguments())
+    try:
+        second = subprocess.run(
+            [sys.executable, "-m", "hicache.tools", "serve", "--socket-dir", str(server.directory), *arguments()],
+            cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False,
+        )  # fmt: skip
+        assert second.returncode == 2
+        assert "a server runs there already" in second.stderr
+        assert second.stdout == ""
+        with _client(server) as client:
+            assert store(client, range(PAGE)) == PAGE
+    finally:
+        assert server.stop(signal.SIGINT) == 0

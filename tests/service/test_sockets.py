@@ -1,0 +1,92 @@
+"""The socket directory: whose it must be, what is in the way, and what is left over."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hicache.errors import BadRequest
+from hicache.service.sockets import SOCKETS, SocketDirectory
+
+
+def test_a_missing_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    claimed = SocketDirectory(tmp_path / "run")
+    try:
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        assert claimed / "data.sock" == str(tmp_path / "run" / "data.sock")
+    finally:
+        claimed.close()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o701, 0o777])
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    with pytest.raises(BadRequest, match="others may enter"):
+        SocketDirectory(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    os.chown(tmp_path / "run", 65534, 65534)
+    with pytest.raises(BadRequest, match="belongs to user 65534"):
+        SocketDirectory(tmp_path / "run")
+
+
+def test_a_link_to_a_directory_and_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(BadRequest, match="socket_dir"):
+            SocketDirectory(tmp_path / name)
+    with pytest.raises(BadRequest, match="cannot be made"):
+        SocketDirectory(tmp_path / "missing" / "run")
+    with pytest.raises(BadRequest, match="too long"):
+        SocketDirectory(tmp_path / ("x" * 100))
+
+
+def test_a_second_server_is_refused_and_the_first_keeps_its_sockets(tmp_path: Path) -> None:
+    claimed = SocketDirectory(tmp_path / "run")
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(claimed / "data.sock")
+            listener.listen()
+            with pytest.raises(BadRequest, match="a server runs there already"):
+                SocketDirectory(tmp_path / "run")
+            assert (tmp_path / "run" / "data.sock").is_socket()
+    finally:
+        claimed.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_sockets_that_nobody_listens_on_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    for name in SOCKETS:
+        with socket.socket(socket.AF_UNIX) as left_over:
+            left_over.bind(str(tmp_path / "run" / name))
+    claimed = SocketDirectory(tmp_path / "run")
+    try:
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    finally:
+        claimed.close()
+
+
+def test_a_socket_that_a_stranger_listens_on_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "run" / "data.sock"))
+        stranger.listen()
+        with pytest.raises(BadRequest, match="in use by another program"):
+            SocketDirectory(tmp_path / "run")
+        assert (tmp_path / "run" / "data.sock").is_socket()
+
+
+def test_a_file_where_a_socket_belongs_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "hello.sock").write_text("mine")
+    with pytest.raises(BadRequest, match="in the way"):
+        SocketDirectory(tmp_path / "run")
+    assert (tmp_path / "run" / "hello.sock").read_text() == "mine"
