@@ -192,6 +192,16 @@ class SupportsPageCopy(Protocol):
 
 
 @runtime_checkable
+class SupportsDown(Protocol):
+    """A tier whose device may fail and come back."""
+
+    @property
+    def down(self) -> str | None:
+        """Why no new pages are taken, in one line; None when they are."""
+        ...
+
+
+@runtime_checkable
 class SupportsCounters(Protocol):
     """A tier that counts more than its lanes see: findings of its checks, bytes that attention streamed from it."""
 

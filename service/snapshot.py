@@ -2,7 +2,8 @@
 
 `stats_of` gives
 
-    {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes", "counters": {NAME: count}}},
+    {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes", "counters": {NAME: count},
+                       "down" (why the tier takes no new pages, or null)}},
      "lanes": {"host->nvme": {"pages", "bytes", "failed", "cancelled", "queued_pages", "busy_s", "bandwidth"}},
      "counters": {...}, "num_nodes", "num_leases", "metadata_bytes" (an estimate), "metadata_budget" (bytes or null),
      "durability": {"accepted", "durable"} (numbers of writes and frees on NVMe, or null),
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 from hicache.cache import Cache
 from hicache.node import Node
-from hicache.tier import SupportsCounters
+from hicache.tier import SupportsCounters, SupportsDown
 
 FORMAT: Final = 1
 """Version of the snapshot; raised when a reader of the old form would misread the new one."""
@@ -44,6 +45,7 @@ def stats_of(cache: Cache) -> dict[str, Any]:
             "capacity_bytes": tier.capacity_pages * page_bytes,
             "used_bytes": used_pages * page_bytes,
             "counters": tier.counters() if isinstance(tier, SupportsCounters) else {},
+            "down": tier.down if isinstance(tier, SupportsDown) else None,
         }
     lanes = {}
     for lane in cache.lanes:

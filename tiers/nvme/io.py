@@ -205,17 +205,20 @@ def write_fully(files: FileIO, fd: int, buffers: Sequence[memoryview], offset: i
 
 def sync_data(files: FileIO, fd: int) -> None:
     """`fdatasync`, begun again when interrupted. Raises `OSError` as the device does: what was written since the last
-    one that went well is then lost, whatever a later one says.
+    one that went well is then lost, whatever a later one says. ENOENT for a file that was deleted: whatever is written
+    to it goes with the process.
     """
     stalls = 0
     while True:
         try:
             files.fdatasync(fd)
-            return
+            break
         except InterruptedError:
             stalls += 1
             if stalls > MAX_STALLS:
                 raise
+    if not files.fstat(fd).st_nlink:
+        raise OSError(errno.ENOENT, "the file was deleted")
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
