@@ -41,6 +41,7 @@ class Row:
     dtype: str
     head_dim: int
     page_size: int
+    options: bool
     arch: int
     """Compute capability, 80 for sm_80."""
     error: str | None
@@ -112,14 +113,14 @@ def pairwise_cover(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-_COLUMNS: Final = "{:<14} {:<13} {:>4} {:>4} {:>6} {:>4} {:>7} {:>6} {:>4}"
-HEADER: Final = _COLUMNS.format("kernel", "dtype", "head", "page", "arch", "regs", "shared", "spill", "load")
+_COLUMNS: Final = "{:<14} {:<13} {:>4} {:>4} {:>4} {:>6} {:>4} {:>7} {:>6} {:>4}"
+HEADER: Final = _COLUMNS.format("kernel", "dtype", "head", "page", "with", "arch", "regs", "shared", "spill", "load")
 
 
 def line(row: Row) -> str:
     """The row as a line under `HEADER`."""
     text = _COLUMNS.format(
-        row.kernel, row.dtype, row.head_dim, row.page_size, f"sm_{row.arch}",
+        row.kernel, row.dtype, row.head_dim, row.page_size, "all" if row.options else "-", f"sm_{row.arch}",
         row.registers, row.shared_bytes, row.spill_bytes, row.vector_bits,
     )
     if row.problem is not None:
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = pairwise_cover(cases)
     work = list(itertools.product(cases, options.arch or SHARED_BYTES_MAX))
     print(f"Triton {triton.__version__}, {GROUP} query heads a key/value head; registers a thread, bytes of shared")
-    print("memory and of spills, bits of the widest load of a thread")
+    print("memory and of spills, bits of the widest load of a thread; with all optional arguments or none")
     print(HEADER)
     rows = []
     for row in _compile_all(work, options.jobs):

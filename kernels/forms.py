@@ -1,7 +1,7 @@
 """The forms in which wrappers launch the kernels: what the compile report compiles, without a GPU.
 
-A kernel is here under one name for each set of optional arguments that makes a compiled form of its own; pointers and
-scalars that a form does not name are None there, as the wrappers pass them.
+A kernel is here under one name for each way in which it is launched, and may be with all its optional arguments or
+without; pointers and scalars that a form does not name are None there, as the wrappers pass them.
 """
 
 import itertools
@@ -56,6 +56,8 @@ class Case:
     dtype: str
     head_dim: int
     page_size: int
+    options: bool = False
+    """With all optional arguments that change the code: those of `Scoring`, a state to merge in."""
 
 
 class Form(NamedTuple):
@@ -77,10 +79,11 @@ def _mla(case: Case) -> Form | None:
         "p_query": elements.query_pointer, "p_pages": elements.stored_pointer, "p_tables": "*i32", "p_lens": "*i32",
         "p_output": "*fp32", "p_lse": "*fp32",
     }  # fmt: skip
-    return Form(mla._mla_decode_kernel, variant, types | _scales(elements))
+    types |= _scales(elements)
+    return Form(mla._mla_decode_kernel, variant, types | (_SCORING_WITHOUT_WINDOW if case.options else {}))
 
 
-def _decode(case: Case, *, options: bool = False, num_tokens: int = 1) -> Form:
+def _decode(case: Case, *, num_tokens: int = 1) -> Form:
     elements = DTYPES[case.dtype]
     variant = decode.decode_variant(elements.query, elements.stored, case.head_dim, case.page_size, GROUP, num_tokens)
     types = {
@@ -89,10 +92,11 @@ def _decode(case: Case, *, options: bool = False, num_tokens: int = 1) -> Form:
     }  # fmt: skip
     if num_tokens > 1:
         types["p_indptr"] = "*i32"
-    return Form(decode._paged_decode_kernel, variant, types | _scales(elements) | (_OPTIONS if options else {}))
+    scoring = _SCORING if num_tokens == 1 else _SCORING_WITHOUT_WINDOW
+    return Form(decode._paged_decode_kernel, variant, types | _scales(elements) | (scoring if case.options else {}))
 
 
-def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True, options: bool = False) -> Form | None:
+def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True) -> Form | None:
     elements = DTYPES[case.dtype]
     if elements.is_float8 and not has_prefix:
         return None
@@ -105,10 +109,11 @@ def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True, option
         types |= {"p_pages": elements.stored_pointer, "p_tables": "*i32", "p_prefix_lens": "*i32"} | _scales(elements)
     if has_new:
         types |= {"p_key": pointer, "p_value": pointer}
-    return Form(extend._paged_extend_kernel, variant, types | (_OPTIONS if options else {}))
+    return Form(extend._paged_extend_kernel, variant, types | (_SCORING if case.options else {}))
 
 
-_OPTIONS: Final = {"p_sinks": "*fp32", "window": "i32", "cap_log2": "fp32"}
+_SCORING_WITHOUT_WINDOW: Final = {"p_sinks": "*fp32", "cap_log2": "fp32"}
+_SCORING: Final = _SCORING_WITHOUT_WINDOW | {"window": "i32"}
 """All that `Scoring` may ask for."""
 
 
@@ -116,18 +121,21 @@ def _scales(elements: Elements) -> dict[str, str]:
     return {"p_scales": "*fp32"} if elements.is_float8 else {}
 
 
-def _merge(case: Case, *, initial: bool = False) -> Form | None:
+def _merge(case: Case) -> Form | None:
     elements = DTYPES[case.dtype]
     if elements.is_float8:
         return None
     types = {"p_outputs": "*fp32", "p_lses": "*fp32", "p_output": elements.query_pointer, "p_lse": "*fp32"}
-    if initial:
+    if case.options:
         types |= {"p_initial": "*fp32", "p_initial_lse": "*fp32"}
     return Form(merge._merge_states_kernel, merge.merge_variant(case.head_dim), types)
 
 
-def _gather(case: Case, *, to_slots: bool) -> Form:
-    layer_bytes = 2 * case.page_size * case.head_dim * DTYPES[case.dtype].stored.itemsize
+def _gather(case: Case, *, to_slots: bool) -> Form | None:
+    elements = DTYPES[case.dtype]
+    if elements.is_float8:
+        return None  # words are moved, whatever is in them
+    layer_bytes = 2 * case.page_size * case.head_dim * elements.stored.itemsize
     variant = gather.gather_variant(16, layer_bytes)
     variant = Variant({**variant.constants, "TO_SLOTS": to_slots}, variant.num_warps, variant.num_stages)
     types = {"p_pages": "*i32", "p_offsets": "*i64", "p_page_ids": "*i32", "p_slots": "*i32", "p_slot_ids": "*i32"}
@@ -136,15 +144,12 @@ def _gather(case: Case, *, to_slots: bool) -> Form:
 
 KERNELS: Final[dict[str, Callable[[Case], Form | None]]] = {
     "decode": _decode,
-    "decode-options": lambda case: _decode(case, options=True),
     "cascade": lambda case: _decode(case, num_tokens=32),
     "mla": _mla,
     "extend": _extend,
     "extend-prefix": lambda case: _extend(case, has_new=False),
     "extend-new": lambda case: _extend(case, has_prefix=False),
-    "extend-options": lambda case: _extend(case, options=True),
     "merge": _merge,
-    "merge-initial": lambda case: _merge(case, initial=True),
     "gather": lambda case: _gather(case, to_slots=True),
     "scatter": lambda case: _gather(case, to_slots=False),
 }
@@ -192,11 +197,15 @@ def form_of(case: Case) -> Form:
 
 
 def all_cases(
-    kernels: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], page_sizes: Iterable[int]
+    kernels: Iterable[str],
+    dtypes: Iterable[str],
+    head_dims: Iterable[int],
+    page_sizes: Iterable[int],
+    options: Iterable[bool] = (False, True),
 ) -> list[Case]:
-    """The product of the four, each distinct form once: page size means nothing to merge, for example."""
+    """The product of all, each distinct form once: page size means nothing to merge, for example."""
     forms: dict[object, Case] = {}
-    for case in itertools.starmap(Case, itertools.product(kernels, dtypes, head_dims, page_sizes)):
+    for case in itertools.starmap(Case, itertools.product(kernels, dtypes, head_dims, page_sizes, options)):
         form = KERNELS[case.kernel](case)
         if form is not None:
             key = (form.function.__name__, tuple(form.variant.constants.items()), tuple(form.types.items()))

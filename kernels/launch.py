@@ -61,18 +61,23 @@ def require_launchable(argument: str, device: torch.device) -> None:
 def loadable(stored: torch.Tensor) -> torch.Tensor:
     """`stored` as kernels can load it on its device: float8_e4m3fn becomes bytes where the GPU cannot convert it, which
     kernels then do bit by bit."""
-    if stored.dtype == torch.float8_e4m3fn and not _converts_e4m3(stored.device):
+    if stored.dtype == torch.float8_e4m3fn and not converts_e4m3(stored.device):
         return stored.view(torch.uint8)
     return stored
 
 
 @cache
-def _converts_e4m3(device: torch.device) -> bool:
+def converts_e4m3(device: torch.device) -> bool:
     """Whether kernels can convert float8_e4m3fn on `device`. If not, says so, once."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+    if compute_capability(device) >= (8, 9):
         return True
     _log.warning("%s has no instructions for float8_e4m3fn (sm_89 and later do): kernels convert it bit by bit", device)
     return False
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """(9, 0) for sm_90; for the CPU more than any GPU has: the interpreter can do all that kernels ask for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (99, 0)
 
 
 def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float | None]:

@@ -1,11 +1,13 @@
 """Batches of sequences in pages, for the kernels that take block tables."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
 
+from hicache.kernels.scoring import Scoring
 from tests.kernels.contexts import Memory, empty_pages, tensor
+from tests.kernels.launched.device import DEVICE
 
 
 @dataclass
@@ -71,6 +73,11 @@ def make_batch(
 def nans(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An output in which whatever is not written shows."""
     return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def on_device(scoring: Scoring) -> Scoring:
+    """The same, with its sinks where kernels are launched."""
+    return scoring if scoring.sinks is None else replace(scoring, sinks=scoring.sinks.to(DEVICE))
 
 
 def far_memory(num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
