@@ -1,0 +1,160 @@
+"""The guard: never measurably worse than LRU, whatever stands behind it, and out of the way of what is better."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hicache.errors import BadRequest
+from hicache.node import Box, Node
+from hicache.policy.base import EvictionPolicy, Hint
+from hicache.policy.guard import GuardedPolicy
+from hicache.policy.lrfu import LrfuPolicy
+from hicache.policy.lru import LruPolicy
+from hicache.policy.s3fifo import S3FifoPolicy
+from hicache.tools.replay.blocks import BlockCache
+from hicache.tools.replay.readers import Trace
+
+EXCERPTS = Path(__file__).parents[2] / "tools" / "traces"
+
+
+class MruPolicy:
+    """Evicts what was used last: about the worst there is."""
+
+    def __init__(self) -> None:
+        self._listed: dict[Box, None] = {}
+
+    def add(self, node: Node, now: float) -> None:
+        self._listed[node.box] = None
+
+    def discard(self, node: Node) -> None:
+        del self._listed[node.box]
+
+    def touch(self, node: Node, now: float) -> None:
+        del self._listed[node.box]
+        self._listed[node.box] = None
+
+    def split(self, upper: Node, lower: Node) -> None:
+        pass
+
+    def victims(self) -> Iterator[Node]:
+        return (box[0] for box in reversed(list(self._listed)))
+
+
+class TurnsBadPolicy(LrfuPolicy):
+    """LRFU that turns into its opposite while `is_bad`."""
+
+    is_bad = False
+
+    def victims(self) -> Iterator[Node]:
+        return iter(list(super().victims())[::-1]) if self.is_bad else super().victims()
+
+
+def hits_of(policy: EvictionPolicy, paths: Sequence[Sequence[int]], capacity: int) -> int:
+    cache = BlockCache(policy, capacity)
+    return sum(cache.request(path, now) for now, path in enumerate(paths))
+
+
+def conversations(seed: int, count: int, waiting: int) -> list[list[int]]:
+    """Conversations of a few turns; about so many others go on between two turns of one."""
+    pick, open_ones, ids, paths = random.Random(seed), list[list[int]](), 0, list[list[int]]()
+    while len(paths) < count:
+        if len(open_ones) < waiting or pick.random() < 0.3:
+            open_ones.append([])
+        path = open_ones.pop(pick.randrange(len(open_ones)))
+        added = pick.randint(1, 6)
+        path += range(ids, ids + added)
+        ids += added
+        paths.append(list(path))
+        if pick.random() < 0.8:
+            open_ones.append(path)
+    return paths
+
+
+def often_among_many(seed: int, count: int) -> list[list[int]]:
+    """Thirty prompts that come again and again between ever new ones: LRU keeps none of them."""
+    pick = random.Random(seed)
+    return [[pick.randrange(30)] if pick.random() < 0.2 else [100 + step] for step in range(count)]
+
+
+@pytest.mark.parametrize("capacity", [60, 200, 600])
+@pytest.mark.parametrize("waiting", [5, 20, 60])
+def test_the_worst_policy_loses_no_more_than_a_hundredth_of_what_lru_finds(waiting: int, capacity: int) -> None:
+    paths = conversations(waiting, 4000, waiting)
+    lru = hits_of(LruPolicy(), paths, capacity)
+    assert hits_of(GuardedPolicy(MruPolicy(), capacity_pages=capacity), paths, capacity) >= 0.99 * lru
+    assert hits_of(MruPolicy(), paths, capacity) < 0.9 * lru, "it is bad here"
+
+
+@pytest.mark.parametrize("name", ["mooncake", "agent_tools", "ragpulse"])
+@pytest.mark.parametrize("share", [20, 50])
+def test_excerpts_of_traces_lose_no_more_either(name: str, share: int) -> None:
+    paths = [request.blocks.tolist() for request in Trace(EXCERPTS / f"{name}.jsonl")]
+    capacity = len({block for path in paths for block in path}) * share // 100
+    guarded = hits_of(GuardedPolicy(MruPolicy(), capacity_pages=capacity), paths, capacity)
+    assert guarded >= 0.99 * hits_of(LruPolicy(), paths, capacity)
+
+
+def test_what_is_better_than_lru_is_let_do_it() -> None:
+    paths = often_among_many(1, 6000)
+    lru, lrfu = hits_of(LruPolicy(), paths, 100), hits_of(LrfuPolicy(), paths, 100)
+    assert lrfu > 1.2 * lru
+    assert hits_of(GuardedPolicy(LrfuPolicy(), capacity_pages=100), paths, 100) > 0.95 * lrfu
+
+
+def test_a_policy_that_recovers_is_trusted_again() -> None:
+    inner, paths = TurnsBadPolicy(), often_among_many(2, 30_000)
+    guard = GuardedPolicy(inner, capacity_pages=100)
+    cache = BlockCache(guard, 100)
+    trusted = list[float]()
+    for part in range(3):
+        inner.is_bad = part == 1
+        asked = 0
+        for now in range(10_000 * part, 10_000 * (part + 1)):
+            cache.request(paths[now], now)
+            asked += guard.trusts_inner
+        trusted.append(asked / 10_000)
+    assert trusted[0] > 0.9
+    assert trusted[1] < 0.5
+    assert trusted[2] > 0.7
+
+
+@pytest.mark.parametrize("make", [LrfuPolicy, MruPolicy])
+def test_a_small_shadow_judges_by_a_sample(make: Callable[[], EvictionPolicy]) -> None:
+    paths, capacity = conversations(3, 6000, 200), 2000
+    whole = hits_of(GuardedPolicy(make(), capacity_pages=capacity), paths, capacity)
+    guard = GuardedPolicy(make(), capacity_pages=capacity, shadow_max=500)
+    sampled = hits_of(guard, paths, capacity)
+    assert guard.num_remembered <= 500
+    assert sampled == pytest.approx(whole, rel=0.1)
+    assert sampled >= 0.95 * hits_of(LruPolicy(), paths, capacity)
+
+
+class Listening(S3FifoPolicy):
+    """S3-FIFO that keeps what it was told of hints."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_pages=10)
+        self.heard: list[tuple[Sequence[Node], Hint, float]] = []
+
+    def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
+        self.heard.append((path, hint, now))
+
+
+def test_the_inner_policy_is_told_everything() -> None:
+    """S3-FIFO counts every node of its tier: it fails at once when something is kept from it."""
+    inner = Listening()
+    guard = GuardedPolicy(inner, capacity_pages=10)
+    assert hits_of(guard, conversations(4, 500, 10), 10) > 0
+    path, hint = list[Node](), Hint(returns=True)
+    guard.hinted(path, hint, 7.0)
+    assert inner.heard == [(path, hint, 7.0)]
+    GuardedPolicy(LruPolicy(), capacity_pages=1).hinted(path, hint, 7.0)  # which hears of none
+
+
+def test_arguments_that_cannot_be_are_named() -> None:
+    with pytest.raises(BadRequest, match="capacity_pages"):
+        GuardedPolicy(LruPolicy(), capacity_pages=0)
+    with pytest.raises(BadRequest, match="shadow_max"):
+        GuardedPolicy(LruPolicy(), capacity_pages=1, shadow_max=0)
