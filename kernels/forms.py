@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from triton.compiler import ASTSource
 
-from hicache.kernels import decode, extend, gather, merge, mla
+from hicache.kernels import decode, extend, gather, merge, mla, quant, rope, score
 from hicache.kernels.launch import Variant
 
 
@@ -142,6 +142,43 @@ def _gather(case: Case, *, to_slots: bool) -> Form | None:
     return Form(gather._gather_pages_kernel, variant, types)
 
 
+def _rotate(case: Case, *, neighbours: bool) -> Form | None:
+    elements = DTYPES[case.dtype]
+    if elements.is_float8:
+        return None
+    variant = rope.rotate_variant(case.head_dim, case.page_size * GROUP)
+    variant = Variant({**variant.constants, "NEIGHBOURS": neighbours}, variant.num_warps, variant.num_stages)
+    types = {"p_pages": elements.stored_pointer, "p_page_ids": "*i32", "p_turns": "*fp32"}
+    return Form(rope._rotate_pages_kernel, variant, types)
+
+
+def _convert(case: Case, *, to_slots: bool, stored: str) -> Form | None:
+    elements = DTYPES[case.dtype]
+    if elements.is_float8:
+        return None
+    variant = quant.quantize_variant(case.page_size, case.head_dim, 16 // elements.stored.itemsize)
+    constants = dict(variant.constants)
+    if to_slots:
+        constants |= {"STORED_MAX": 127 if stored == "*i8" else 448, "ROUND": stored == "*i8", "EMULATE_FLOAT8": False}
+    variant = Variant(constants, variant.num_warps, variant.num_stages)
+    types = {
+        "p_pages": elements.stored_pointer, "p_offsets": "*i64", "p_page_ids": "*i32", "p_slots": stored,
+        "p_slot_ids": "*i32", "p_scales": "*fp32",
+    }  # fmt: skip
+    function = quant._gather_quantized_kernel if to_slots else quant._scatter_quantized_kernel
+    return Form(function, variant, types)
+
+
+def _score(case: Case, *, box: bool) -> Form | None:
+    elements = DTYPES[case.dtype]
+    if elements.is_float8:
+        return None
+    pointer = elements.stored_pointer
+    types = {"p_query": pointer, "p_first": pointer, "p_out": "*fp32"}
+    types |= {"p_high": pointer} if box else {"p_radius": "*fp32"}
+    return Form(score._page_scores_kernel, score.score_variant(case.head_dim, GROUP), types)
+
+
 KERNELS: Final[dict[str, Callable[[Case], Form | None]]] = {
     "decode": _decode,
     "cascade": lambda case: _decode(case, num_tokens=32),
@@ -152,6 +189,14 @@ KERNELS: Final[dict[str, Callable[[Case], Form | None]]] = {
     "merge": _merge,
     "gather": lambda case: _gather(case, to_slots=True),
     "scatter": lambda case: _gather(case, to_slots=False),
+    "gather-int8": lambda case: _convert(case, to_slots=True, stored="*i8"),
+    "gather-float8": lambda case: _convert(case, to_slots=True, stored="*fp8e4nv"),
+    "scatter-int8": lambda case: _convert(case, to_slots=False, stored="*i8"),
+    "scatter-float8": lambda case: _convert(case, to_slots=False, stored="*fp8e4nv"),
+    "rotate-halves": lambda case: _rotate(case, neighbours=False),
+    "rotate-neighbours": lambda case: _rotate(case, neighbours=True),
+    "score-box": lambda case: _score(case, box=True),
+    "score-ball": lambda case: _score(case, box=False),
 }
 """The form of each kernel in a case; None where the case means nothing to it."""
 
@@ -159,7 +204,7 @@ _NULLABLE: Final = {"window", "cap_log2"}
 """Scalars that are None unless a form names them; so are all pointers."""
 _UNALIGNED: Final = {
     "stride_tb", "stride_ls", "stride_lt", "stride_ln", "stride_olt", "stride_ilt", "stride_ss", "stride_sp",
-    "stride_sh",
+    "stride_sh", "stride_rn",
 }  # fmt: skip
 """Strides of tensors without a head dimension, no multiples of 16. All others are, as the launcher will find out."""
 

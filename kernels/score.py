@@ -77,6 +77,10 @@ def page_scores(
     num_heads, head_dim = query.shape
     check_tensor("summary", first, (None, None, head_dim), dtype=FLOAT_DTYPES, device=query.device)
     check_group("summary", first.shape[1], query[None])
+    if isinstance(summary, Ball):
+        check_tensor("summary", summary.radius, tuple(first.shape[:2]), dtype=torch.float32, device=query.device)
+    else:
+        check_tensor("summary", summary.high, tuple(first.shape), dtype=first.dtype, device=query.device)
     if out is None:
         out = query.new_empty((num_heads, first.shape[0]), dtype=torch.float32)
     check_tensor("out", out, (num_heads, first.shape[0]), dtype=torch.float32, device=query.device)
@@ -143,19 +147,19 @@ def _scores_torch(query: torch.Tensor, summary: MinMax | Ball) -> torch.Tensor:
 
 
 def _launch(query: torch.Tensor, summary: MinMax | Ball, out: torch.Tensor) -> None:
-    is_box = isinstance(summary, MinMax)
+    high = summary.high if isinstance(summary, MinMax) else None
+    radius = summary.radius if isinstance(summary, Ball) else None
     first = summary.low if isinstance(summary, MinMax) else summary.centre
-    second = summary.high if isinstance(summary, MinMax) else summary.radius
     num_pages, num_kv_heads, head_dim = first.shape
     if not num_pages:
         return
-    group = query.shape[0] // num_kv_heads
-    variant = score_variant(head_dim, group)
+    variant = score_variant(head_dim, query.shape[0] // num_kv_heads)
     with launch.on(query.device):
         _page_scores_kernel[(ceil_div(num_pages, variant.constants["BN"]), num_kv_heads)](
             p_query=query,
             p_first=first,
-            p_second=second,
+            p_high=high,
+            p_radius=radius,
             p_out=out,
             num_pages=num_pages,
             scale_margin=_margin(head_dim),
@@ -163,9 +167,9 @@ def _launch(query: torch.Tensor, summary: MinMax | Ball, out: torch.Tensor) -> N
             stride_qh=query.stride(0),
             stride_fn=first.stride(0),
             stride_fh=first.stride(1),
-            stride_sn=second.stride(0),
-            stride_sh=second.stride(1),
-            BOX=is_box,
+            stride_hn=high.stride(0) if high is not None else 0,
+            stride_hh=high.stride(1) if high is not None else 0,
+            stride_rn=radius.stride(0) if radius is not None else 0,
             **variant.constants,
             **launch.options(variant),
         )
@@ -173,36 +177,39 @@ def _launch(query: torch.Tensor, summary: MinMax | Ball, out: torch.Tensor) -> N
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _page_scores_kernel(
-    p_query: tl.tensor, p_first: tl.tensor, p_second: tl.tensor, p_out: tl.tensor, num_pages: tl.tensor,
-    scale_margin: tl.tensor, scale_up: tl.tensor,
-    stride_qh: tl.tensor, stride_fn: tl.tensor, stride_fh: tl.tensor, stride_sn: tl.tensor, stride_sh: tl.tensor,
-    BOX: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    p_query: tl.tensor, p_first: tl.tensor, p_high: tl.tensor, p_radius: tl.tensor, p_out: tl.tensor,
+    num_pages: tl.tensor, scale_margin: tl.tensor, scale_up: tl.tensor,
+    stride_qh: tl.tensor, stride_fn: tl.tensor, stride_fh: tl.tensor, stride_hn: tl.tensor, stride_hh: tl.tensor,
+    stride_rn: tl.tensor,
+    D: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ) -> None:
-    # A program scores BN pages for the G query heads that share one key/value head, and loads their summary once.
+    # A program scores BN pages for the G query heads that share one key/value head, and loads their summary once: a
+    # box from `p_first` to `p_high`, or, where there is no such pointer, a ball around `p_first`.
     i_h = tl.program_id(1)
     o_n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_n = o_n < num_pages
     m_d = o_d < D
     m_nd = m_n[:, None] & m_d[None, :]
-    p_box = p_first + o_n[:, None] * stride_fn + i_h * stride_fh + o_d[None, :]
-    b_first = tl.load(p_box, mask=m_nd, other=0.0).to(tl.float32)
-    if BOX:
-        p_high = p_second + o_n[:, None] * stride_sn + i_h * stride_sh + o_d[None, :]
-        b_second = tl.load(p_high, mask=m_nd, other=0.0).to(tl.float32)
-        b_empty = tl.max((b_first > b_second).to(tl.int32), 1) > 0
+    b_first = tl.load(
+        p_first + o_n[:, None] * stride_fn + i_h * stride_fh + o_d[None, :], mask=m_nd, other=0.0
+    ).to(tl.float32)
+    if p_high is not None:
+        p_box = p_high + o_n[:, None] * stride_hn + i_h * stride_hh + o_d[None, :]
+        b_high = tl.load(p_box, mask=m_nd, other=0.0).to(tl.float32)
+        b_empty = tl.max((b_first > b_high).to(tl.int32), 1) > 0
     else:
-        b_radius = tl.load(p_second + o_n * stride_sn + i_h * stride_sh, mask=m_n, other=0.0)
+        b_radius = tl.load(p_radius + o_n * stride_rn + i_h, mask=m_n, other=0.0)
         b_empty = b_radius == float("-inf")
     for i_g in tl.static_range(G):
         head = i_h * G + i_g
         b_q = tl.load(p_query + head * stride_qh + o_d, mask=m_d, other=0.0).to(tl.float32)
-        if BOX:
-            b_terms = tl.maximum(b_q[None, :] * b_first, b_q[None, :] * b_second)
+        if p_high is not None:
+            b_terms = tl.maximum(b_q[None, :] * b_first, b_q[None, :] * b_high)
         else:
             b_terms = b_q[None, :] * b_first
         b_score = tl.sum(b_terms, 1) + tl.sum(tl.abs(b_terms), 1) * scale_margin
-        if not BOX:
+        if p_high is None:
             b_norm = tl.sqrt(tl.sum(b_q * b_q, 0)) * scale_up
             b_score += b_norm * b_radius * scale_up
         b_score = tl.where(b_empty, float("-inf"), b_score)
