@@ -74,6 +74,14 @@ class Operation(Enum):
     READ_LAYER = "read_layer"
 
 
+_BYTES: Final[Mapping[Operation, str]] = {
+    Operation.WRITE: "write.device_bytes",
+    Operation.READ: "read.bytes",
+    Operation.READ_LAYER: "read_layer.bytes",
+}
+"""Names of what was moved: into the device, headers included and as it is stored; or into callers' buffers."""
+
+
 class Counters:
     """How often what was found, since the tier was opened. Any thread may call."""
 
@@ -83,14 +91,14 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, operation: Operation, finding: Finding, num_bytes: int = 0) -> None:
-        """Count one page or layer; `num_bytes` are those that were copied."""
+        """Count one page or layer; `num_bytes` are those that were moved."""
         with self._lock:
             self._counts[operation, finding] += 1
             self._bytes[operation] += num_bytes
 
     def snapshot(self) -> dict[str, int]:
-        """All counters that are not zero, by names like `read.bad_payload` and `write.bytes`."""
+        """All counters that are not zero, by names like `read.bad_payload` and `write.device_bytes`."""
         with self._lock:
             counts = {f"{operation.value}.{finding.value}": n for (operation, finding), n in self._counts.items()}
-            counts |= {f"{operation.value}.bytes": n for operation, n in self._bytes.items()}
+            counts |= {_BYTES[operation]: n for operation, n in self._bytes.items()}
         return {name: counts[name] for name in sorted(counts) if counts[name]}

@@ -43,6 +43,8 @@ class LogFile:
         """Where the checkpoint ended."""
         self.namespaces: set[int] = set()
         """Numbers of the namespaces whose records are in the log."""
+        self.written_bytes = 0
+        """What was written to the file since it was opened."""
         self._files = files
         self._store = store
         self._num_bytes = num_bytes
@@ -59,7 +61,7 @@ class LogFile:
         self.number, self._epoch, self._ordinal = number, secrets.token_bytes(EPOCH_BYTES), 0
         self.namespaces.clear()
         header = encode_log_header(LogHeader(self._store, self._epoch, number))
-        write_fully(self._files, self.fd, [memoryview(header)], 0)
+        self._write(header, 0)
         self.position = LOG_HEADER_BYTES
 
     def append(self, records: Sequence[Record], sequence: int) -> None:
@@ -68,7 +70,7 @@ class LogFile:
             return
         data = encode_frames(records, self._epoch, first=self._ordinal, sequence=sequence)
         assert len(data) <= self.room, "a log was filled beyond its end"
-        write_fully(self._files, self.fd, [memoryview(data)], self.position)
+        self._write(data, self.position)
         self.position += len(data)
         self._ordinal += len(records)
 
@@ -91,14 +93,18 @@ class LogFile:
         block = memoryview(bytearray(1 << 20))
         for start in range(0, num_bytes, len(block)):
             count = read_fully(self._files, self.fd, [block[: num_bytes - start]], start)
-            write_fully(self._files, self.fd, [block[:count]], start)
+            self._write(block[:count], start)
         sync_data(self._files, self.fd)
 
     def retire(self) -> None:
         """Overwrite the header, and cut what an earlier, larger capacity needed: the log in this file counts no more.
         Raises `OSError`."""
         self.number = 0
-        write_fully(self._files, self.fd, [memoryview(bytes(LOG_HEADER_BYTES))], 0)
+        self._write(bytes(LOG_HEADER_BYTES), 0)
         if self._files.fstat(self.fd).st_size > self._num_bytes:
             self._files.ftruncate(self.fd, self._num_bytes)
         sync_data(self._files, self.fd)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        write_fully(self._files, self.fd, [memoryview(data)], offset)
+        self.written_bytes += len(data)

@@ -133,8 +133,9 @@ class Batch:
         self._waiter: asyncio.Future[None] | None = None
 
     def found(self, place: int, finding: Finding, num_bytes: int = 0) -> None:
+        """What became of a page, for which so many bytes were moved."""
         self._findings[place] = finding
-        self._counters.add(self._operation, finding, num_bytes if finding is Finding.OK else 0)
+        self._counters.add(self._operation, finding, num_bytes)
 
     def expect(self, run: "WriteRun | ReadRun", lanes: Lanes) -> None:
         self._num_runs += 1
@@ -194,7 +195,7 @@ class WriteRun:
         is_lost = self._keeper.commits.failures(self._ordinal) != self._failures
         for (place, page), each in zip(self._pages, written, strict=True):
             finding = self._keeper.written(page, each, is_lost=is_lost)
-            self._batch.found(place, finding, page.data.nbytes)
+            self._batch.found(place, finding, each.num_bytes)
         self._keeper.wake_writers()
         self._batch.run_landed()
 
@@ -231,7 +232,7 @@ class ReadRun:
         for (place, page), finding in zip(self._pages, findings, strict=True):
             if self._keeper.pool.generation(page.slot) != page.generation:
                 finding = Finding.FREED
-            self._batch.found(place, finding, page.into.nbytes)
+            self._batch.found(place, finding, page.into.nbytes if finding is Finding.OK else 0)
         self._batch.run_landed()
 
 

@@ -43,6 +43,8 @@ class Written:
     """What became of a page that was to be written."""
 
     finding: Finding
+    num_bytes: int = 0
+    """Bytes that the device took: whole blocks of header and payload, as it is stored."""
     words: tuple[int, ...] = ()
     """What the index keeps of its layers, `PageShape.num_words`: running CRC32C of the stored bytes at the end of each
     layer and, where pages are encoded, where these ends are."""
@@ -140,7 +142,8 @@ class SegmentFile:
             encode_page_header(header, scratch.headers[position])
             buffers.append(scratch.headers[position])
             buffers += payload.buffers
-            written.append(Written(Finding.OK, payload.sums + payload.ends))
+            num_bytes = self._shape.header_bytes + sum(map(len, payload.buffers))
+            written.append(Written(Finding.OK, num_bytes, payload.sums + payload.ends))
         try:
             write_fully(self._files, self.fd, buffers, self._geometry.slot_offset(puts[0].index))
         except OSError as error:

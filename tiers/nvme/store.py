@@ -126,6 +126,7 @@ class NvmeTier:
         self._geometry = directory.geometry
         self._shape = directory.geometry.shape
         self._directory = directory
+        self._logs = tuple(directory.logs)
         self._files = files
         self._clock = clock
         self._health = health
@@ -347,14 +348,17 @@ class NvmeTier:
         return None
 
     def counters(self) -> dict[str, int]:
-        """What became of pages and layers since the tier was opened: `read.ok`, `read.bad_payload`, `write.bytes`...;
-        `commit.rounds`, `commit.logs`, `commit.lost` (pages that failed flushes took); `refused.budget` and
-        `refused.floor`; `recovered.pages` and `recovered.dropped.<reason>`."""
+        """What became of pages and layers since the tier was opened: `read.ok`, `read.bad_payload`...; `read.bytes` and
+        `read_layer.bytes` that callers were given; `write.device_bytes` that the device was (pages as they are stored,
+        headers included), and `commit.log_bytes` for the logs; `commit.rounds`, `commit.logs`, `commit.lost` (pages
+        that failed flushes took); `refused.budget` and `refused.floor`; `recovered.pages` and
+        `recovered.dropped.<reason>`."""
         commits, recovery = self._commits, self.recovery
         counts = {
             "commit.rounds": commits.num_rounds,
             "commit.logs": commits.num_checkpoints,
             "commit.lost": commits.num_lost,
+            "commit.log_bytes": sum(log.written_bytes for log in self._logs),
             "refused.budget": self._num_refused["budget"],
             "refused.floor": self._num_refused["floor"],
             "recovered.pages": recovery.num_pages,
