@@ -11,7 +11,7 @@ from typing import Final
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.node import Node, Root, make_box
-from hicache.policy.base import EvictionPolicy, HearsResidency, HearsUses, Use
+from hicache.policy.base import EvictionPolicy, HearsHints, HearsResidency, HearsUses, Hint, Use
 from hicache.tier import HOST
 
 ID_BYTES: Final = 8
@@ -41,6 +41,7 @@ class BlockCache:
         self._policy = policy
         self._residency = policy if isinstance(policy, HearsResidency) else None
         self._uses = policy if isinstance(policy, HearsUses) else None
+        self._hints = policy if isinstance(policy, HearsHints) else None
         self._capacity = capacity_blocks
         self._root = block_root()
         self._nodes: dict[int, Node] = {}
@@ -51,8 +52,9 @@ class BlockCache:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def request(self, blocks: Sequence[int], now: float) -> int:
-        """Look a prompt up and keep it; returns how many of its blocks, from the first on, were there."""
+    def request(self, blocks: Sequence[int], now: float, *, returns: bool | None = None) -> int:
+        """Look a prompt up and keep it; returns how many of its blocks, from the first on, were there. `returns` is
+        what its caller knows: whether a later prompt goes on from it."""
         nodes, policy = self._nodes, self._policy
         path: list[Node] = []
         for block in blocks:
@@ -72,6 +74,8 @@ class BlockCache:
             policy.add(path[-1], now)
         if self._uses is not None and path:
             self._uses.used(Use(path, now))
+        if self._hints is not None and path and returns is not None:
+            self._hints.hinted(path, Hint(returns=returns), now)
         while len(nodes) > self._capacity:
             self._evict(next(policy.victims()), now)
         return found
