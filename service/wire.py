@@ -39,8 +39,8 @@ MAX_HELLO_BYTES: Final = 4096
 """Longest message on the hello socket."""
 MAX_SECRET_BYTES: Final = 256
 MAX_NAME_CHARS: Final = 64
-OVERHEAD_BYTES: Final = 64 << 10
-"""What a message may have beside its token ids."""
+OVERHEAD_BYTES: Final = 256 << 10
+"""What a message may have beside its token ids; an identity record is the longest of that."""
 MAX_REPLY_BYTES: Final = 64 << 20
 """Longest reply that a client takes: slots and generations of five million pages."""
 

@@ -201,7 +201,7 @@ async def _beat(transport: AsyncTransport, attachment: Attachment) -> None:
     """Keep a session alive until its stream ends."""
     beat_s = attachment.welcome.lease_ms / 1000 / BEATS_A_LEASE
     try:
-        await transport.beat(attachment.welcome.token, beat_s, attachment.hear)
+        await transport.attach(attachment.welcome.token, beat_s, attachment.beat, attachment.hear)
     finally:
         attachment.is_over = True
 

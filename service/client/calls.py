@@ -5,8 +5,11 @@ result. `hicache.service.client.client` carries them out with a channel that blo
 there is one place for what a call means.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
@@ -28,6 +31,10 @@ from hicache.service.client.results import (
 from hicache.service.errors import UnknownHandle
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.wire import unpack_int32, unpack_int64
+
+MAX_ABANDONED: Final = 4096
+"""Abandoned calls that one beat may name."""
+_NUMBERS: Final = count(1)
 
 T = TypeVar("T")
 
@@ -54,9 +61,28 @@ class Attachment:
     durable_sequence: int = 0
     lost: set[int] = field(default_factory=set)
     """Promises of durability that were not kept."""
+    abandoned: deque[int] = field(default_factory=deque)
+    """Calls whose reply never came: what they were lent is given back with the next beat."""
     is_draining: bool = False
     is_over: bool = False
     """The session has ended, or its server has."""
+
+    def beat(self) -> pb.Beat:
+        """What is to be sent on the session's stream."""
+        beat = pb.Beat()
+        while self.abandoned and len(beat.abandoned) < MAX_ABANDONED:
+            beat.abandoned.append(self.abandoned.popleft())
+        return beat
+
+    @contextmanager
+    def numbered(self) -> Iterator[int]:
+        """A number for a call that is lent something; abandoned if the block does not end well."""
+        number = next(_NUMBERS)
+        try:
+            yield number
+        except BaseException:
+            self.abandoned.append(number)
+            raise
 
     def hear(self, notice: pb.Notice) -> None:
         """The server tells something on the session's stream."""
@@ -122,12 +148,13 @@ def lookup(attachment: Attachment, prompt: Prompt) -> Steps[Lookup]:
 
 def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Granted]:
     """Have what is cached of a prompt brought to the arena and kept there."""
-    reply = yield from _with_prefix(
-        attachment,
-        prompt,
-        len(prompt),
-        lambda prefix: Request("Acquire", pb.AcquireRequest(prefix=prefix, first_page=first_page)),
-    )
+    with attachment.numbered() as call:
+        reply = yield from _with_prefix(
+            attachment,
+            prompt,
+            len(prompt),
+            lambda prefix: Request("Acquire", pb.AcquireRequest(prefix=prefix, first_page=first_page, call=call)),
+        )
     prompt.learn(attachment, reply.handle, reply.num_tokens)
     return Granted(
         reply.lease,
@@ -141,9 +168,10 @@ def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Gr
 
 def pin(attachment: Attachment, prompt: Prompt) -> Steps[Pinned]:
     """Have what is cached of a prompt kept in the cache."""
-    reply = yield from _with_prefix(
-        attachment, prompt, len(prompt), lambda prefix: Request("Pin", pb.PinRequest(prefix=prefix))
-    )
+    with attachment.numbered() as call:
+        reply = yield from _with_prefix(
+            attachment, prompt, len(prompt), lambda prefix: Request("Pin", pb.PinRequest(prefix=prefix, call=call))
+        )
     return Pinned(reply.lease, reply.num_tokens)
 
 
@@ -162,12 +190,13 @@ def reserve(attachment: Attachment, prompt: Prompt, num_tokens: int | None, firs
     if not 1 <= num_tokens <= whole or num_tokens % page_size:
         problem = f"{num_tokens} is not one or more whole pages of {page_size} within {len(prompt)} tokens"
         raise BadRequest("num_tokens", problem)
-    reply = yield from _with_prefix(
-        attachment,
-        prompt,
-        num_tokens,
-        lambda prefix: Request("Reserve", pb.ReserveRequest(prefix=prefix, first_page=first_page)),
-    )
+    with attachment.numbered() as call:
+        reply = yield from _with_prefix(
+            attachment,
+            prompt,
+            num_tokens,
+            lambda prefix: Request("Reserve", pb.ReserveRequest(prefix=prefix, first_page=first_page, call=call)),
+        )
     return Reserved(
         Outcome(reply.outcome),
         reason_name(reply.reason),

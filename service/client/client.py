@@ -214,7 +214,8 @@ class Client:
                 def over() -> None:
                     attachment.is_over = True
 
-                transport.attach(welcome.token, welcome.lease_ms / 1000 / BEATS_A_LEASE, attachment.hear, over)
+                beat_s = welcome.lease_ms / 1000 / BEATS_A_LEASE
+                transport.attach(welcome.token, beat_s, attachment.beat, attachment.hear, over)
             except BaseException:
                 transport.close()
                 raise

@@ -32,6 +32,7 @@ _OPTIONS: Final = (
     ("grpc.enable_retries", 0),
 )
 
+Beat = Callable[[], pb.Beat]
 OnNotice = Callable[[pb.Notice], None]
 OnEnd = Callable[[], None]
 
@@ -44,9 +45,9 @@ class Transport(Protocol):
         with; `Unreachable` when there is none."""
         ...
 
-    def attach(self, token: bytes, beat_s: float, on_notice: OnNotice, on_end: OnEnd) -> None:
-        """Open the session's stream, and beat every `beat_s` seconds until `close`. `on_notice` is called in a thread
-        of the transport for each notice, `on_end` once when the stream has ended."""
+    def attach(self, token: bytes, beat_s: float, beat: Beat, on_notice: OnNotice, on_end: OnEnd) -> None:
+        """Open the session's stream, and send what `beat` says every `beat_s` seconds until `close`. `on_notice` is
+        called in a thread of the transport for each notice, `on_end` once when the stream has ended."""
         ...
 
     def call(self, request: Request, timeout_s: float) -> Any:
@@ -65,7 +66,7 @@ class AsyncTransport(Protocol):
         """See `Transport.hello`."""
         ...
 
-    async def beat(self, token: bytes, beat_s: float, on_notice: OnNotice) -> None:
+    async def attach(self, token: bytes, beat_s: float, beat: Beat, on_notice: OnNotice) -> None:
         """Keep the session's stream until it ends, or the task is cancelled."""
         ...
 
@@ -100,14 +101,14 @@ class GrpcTransport:
         """See `Transport.hello`."""
         return say_hello(self._directory, hello, timeout_s)
 
-    def attach(self, token: bytes, beat_s: float, on_notice: OnNotice, on_end: OnEnd) -> None:
+    def attach(self, token: bytes, beat_s: float, beat: Beat, on_notice: OnNotice, on_end: OnEnd) -> None:
         """See `Transport.attach`."""
         self._metadata = ((wire.TOKEN_METADATA, token),)
 
         def beats() -> Iterator[pb.Beat]:
-            yield pb.Beat()
+            yield beat()
             while not self._stop.wait(beat_s):
-                yield pb.Beat()
+                yield beat()
 
         stream = self._channel.stream_stream(
             _METHODS["Attach"], request_serializer=_serialize, response_deserializer=pb.Notice.FromString
@@ -129,7 +130,7 @@ class GrpcTransport:
         try:
             return self._calls[request.method](request.message, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _error_of(error) from None
+            raise error_of(error) from None
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -163,12 +164,12 @@ class AsyncGrpcTransport:
         self._metadata = ((wire.TOKEN_METADATA, welcome.token),)
         return welcome, fds
 
-    async def beat(self, token: bytes, beat_s: float, on_notice: OnNotice) -> None:
-        """See `AsyncTransport.beat`."""
+    async def attach(self, token: bytes, beat_s: float, beat: Beat, on_notice: OnNotice) -> None:
+        """See `AsyncTransport.attach`."""
 
         async def beats() -> AsyncIterator[pb.Beat]:
             while True:
-                yield pb.Beat()
+                yield beat()
                 await asyncio.sleep(beat_s)
 
         stream = self._channel.stream_stream(
@@ -187,7 +188,7 @@ class AsyncGrpcTransport:
         try:
             return await self._calls[request.method](request.message, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _error_of(error) from None
+            raise error_of(error) from None
 
     async def close(self) -> None:
         """See `AsyncTransport.close`."""
@@ -229,7 +230,7 @@ def _serialize(message: Any) -> bytes:
     return message.SerializeToString()  # type: ignore[no-any-return]  # of any message
 
 
-def _error_of(error: Any) -> Exception:
+def error_of(error: Any) -> Exception:
     """The error of ours that a failed call of gRPC stands for."""
     packed = next((value for key, value in error.trailing_metadata() or () if key == wire.ERROR_METADATA), None)
     return from_wire(error.code(), error.details() or "", packed)

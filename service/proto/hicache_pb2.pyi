@@ -155,8 +155,10 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[int] = ..., token: _Optional[bytes] = ..., session_id: _Optional[int] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., slot_stride: _Optional[int] = ..., arena_slots: _Optional[int] = ..., staging_slots: _Optional[int] = ..., attach_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_leases: _Optional[int] = ..., max_leased_pages: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("abandoned",)
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    abandoned: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, abandoned: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("boot_id", "durable_sequence", "lost", "draining")
@@ -219,12 +221,14 @@ class LookupReply(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("prefix", "first_page")
+    __slots__ = ("prefix", "first_page", "call")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     prefix: Prefix
     first_page: int
-    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., first_page: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., first_page: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease", "num_tokens", "first_page", "slots", "generations", "handle", "cut_short")
@@ -245,10 +249,12 @@ class AcquireReply(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., handle: _Optional[int] = ..., cut_short: _Optional[_Union[Reason, str]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("prefix",)
+    __slots__ = ("prefix", "call")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     prefix: Prefix
-    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
+    call: int
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., call: _Optional[int] = ...) -> None: ...
 
 class PinReply(_message.Message):
     __slots__ = ("lease", "num_tokens")
@@ -271,12 +277,14 @@ class ReleaseReply(_message.Message):
     def __init__(self, num_released: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("prefix", "first_page")
+    __slots__ = ("prefix", "first_page", "call")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     prefix: Prefix
     first_page: int
-    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., first_page: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., first_page: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("outcome", "reason", "reservation", "first_page", "staging_slots")

@@ -15,7 +15,7 @@ from hicache.residency import Residency
 from hicache.service.errors import LimitReached, UnknownSession, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.edge import Call
-from hicache.service.server.sessions import Lent, Session, Sessions, Tokens
+from hicache.service.server.sessions import MAX_ABANDONED, Lent, Session, Sessions, Tokens
 from hicache.service.server.storing import Storing
 from hicache.service.wire import parse
 from hicache.tier import HOST, NVME
@@ -60,8 +60,12 @@ class DataCalls:
 
     async def _listen(self, session: Session, beats: AsyncIterator[bytes]) -> None:
         async for data in beats:
-            parse(pb.Beat, data)
+            beat = parse(pb.Beat, data)
             session.last_heard = self._cache.clock.monotonic()
+            if len(beat.abandoned) > MAX_ABANDONED:
+                raise LimitReached(f"{len(beat.abandoned)} calls are more than {MAX_ABANDONED}", field="abandoned")
+            for call in beat.abandoned:
+                self._sessions.abandon(session, call)
 
     async def _tell(self, session: Session, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         while not session.ended.is_set():
@@ -126,16 +130,13 @@ class DataCalls:
                 if path:
                     cache.writing_through.used(path[-1])
                     cache.tell_use(lease)
-                    reply = self._lend(session, lease, path, request.first_page)
+                    reply = self._lend(session, lease, path, request)
                     if reply is None:
                         cache.release(lease)
                         return pb.AcquireReply(first_page=request.first_page, cut_short=cut_short or reason)
                     reply.cut_short = reason
                     if reply.num_tokens < match.num_tokens:
                         reply.cut_short = cut_short or pb.REASON_NO_ROOM
-                    reply.handle = sessions.handle(
-                        session, request.prefix.namespace_id, _end_of(lease), reply.num_tokens // page_size
-                    )
                     return reply
             except BaseException:
                 cache.release(lease)
@@ -158,9 +159,12 @@ class DataCalls:
             return reason_of(error)
         return pb.REASON_NONE if arrived else pb.REASON_TIER_UNAVAILABLE
 
-    def _lend(self, session: Session, lease: Lease, path: list[Node], first_page: int) -> pb.AcquireReply | None:
+    def _lend(
+        self, session: Session, lease: Lease, path: list[Node], request: pb.AcquireRequest
+    ) -> pb.AcquireReply | None:
         """Keep the arena's copies from `first_page` on in place, as far as they follow one another; the session's lease
         then ends there. None if the first of them is not there."""
+        first_page = request.first_page
         cache, page_size = self._cache, self._cache.layout.page_size
         start, kept, parts = 0, list[Node](), list[np.ndarray[Any, np.dtype[np.int32]]]()
         for node in path:
@@ -180,7 +184,8 @@ class DataCalls:
         generations = np.array([generation(slot) for slot in slots.tolist()], np.dtype("<i8"))
         lent = Lent(lease, pin, sum([node.num_pages for node in kept]))
         return pb.AcquireReply(
-            lease=self._sessions.lend(session, lent),
+            handle=self._sessions.handle(session, request.prefix.namespace_id, kept[-1], start),
+            lease=self._sessions.lend(session, lent, call=request.call),
             num_tokens=start * page_size,
             first_page=first_page,
             slots=slots.astype("<i4").tobytes(),
@@ -204,7 +209,8 @@ class DataCalls:
         if not match.nodes:
             return pb.PinReply()
         lease = tree.lease(match, owner=session.owner, deadline=None, now=self._cache.clock.monotonic())
-        return pb.PinReply(lease=sessions.lend(session, Lent(lease, None, 0)), num_tokens=match.num_tokens)
+        number = sessions.lend(session, Lent(lease, None, 0), call=request.call)
+        return pb.PinReply(lease=number, num_tokens=match.num_tokens)
 
     async def release(self, call: Call, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         """See the proto. Does not wait."""
@@ -248,10 +254,5 @@ def _runs(coverage: Coverage) -> list[pb.Run]:
         else:
             runs.append(pb.Run(tier=_TIERS[tier_id], num_tokens=num_tokens))
     return runs
-
-
-def _end_of(lease: Lease) -> Node:
-    assert lease.node is not None, "nothing is leased"
-    return lease.node
 
 

@@ -37,7 +37,9 @@ from hicache.tier import HOST, Slots
 TICK_S: Final = 0.2
 """How often sessions are looked at for silence."""
 HANDLE_TICKS: Final = 16
-"""Every so many ticks a session's handles are looked through."""
+"""Every so many ticks a session's handles and calls are looked through."""
+MAX_ABANDONED: Final = 4096
+"""Abandoned calls of a session that are remembered, and that one beat may name."""
 
 Tokens = npt.NDArray[np.int32]
 _log = logging.getLogger(__name__)
@@ -116,6 +118,10 @@ class Session:
     """Arena pages that leases and reservations keep in place."""
     namespaces: list[Namespace] = field(default_factory=list)
     handles: OrderedDict[int, Handle] = field(default_factory=OrderedDict)
+    calls: dict[int, int] = field(default_factory=dict)
+    """What was lent to which call of the client's numbering, while it lasts."""
+    abandoned: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Calls that were given up before they were lent anything."""
     leases: dict[int, Lent] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -308,7 +314,11 @@ class Sessions:
         return number
 
     def _forget_handles(self, session: Session) -> None:
-        """A node that left the tree keeps memory for as long as something names it."""
+        """A node that left the tree keeps memory for as long as something names it; and calls are of no use when what
+        they were lent is gone."""
+        held = session.leases.keys() | session.reservations.keys()
+        for call in [call for call, number in session.calls.items() if number not in held]:
+            del session.calls[call]
         for number in [each for each, handle in session.handles.items() if not handle.node.is_live]:
             handle = session.handles[number]
             node = self.cache.tree.current(handle.node)
@@ -327,19 +337,39 @@ class Sessions:
         """Arena pages that the session may still keep in place."""
         return max(0, self.max_pages - session.num_pages)
 
-    def lend(self, session: Session, lent: Lent) -> int:
-        """Give a lease to the session, which must not have ended; the lease's id."""
+    def lend(self, session: Session, lent: Lent, *, call: int) -> int:
+        """Give a lease to the session, which must not have ended; the lease's id. `call` is the client's own number of
+        the call, 0 for none."""
         number = self.boot.next_id()
         session.leases[number] = lent
         session.num_pages += lent.num_pages
+        self._note_call(session, call, number)
         return number
 
-    def reserve(self, session: Session, reservation: Reservation) -> int:
-        """Give a reservation to the session, which must not have ended; its id."""
+    def reserve(self, session: Session, reservation: Reservation, *, call: int) -> int:
+        """Give a reservation to the session, which must not have ended; its id. `call` as `lend` takes it."""
         number = self.boot.next_id()
         session.reservations[number] = reservation
         session.num_pages += len(reservation.slots)
+        self._note_call(session, call, number)
         return number
+
+    def _note_call(self, session: Session, call: int, number: int) -> None:
+        if call in session.abandoned:
+            del session.abandoned[call]
+            self.release(session, number)
+        elif call:
+            session.calls[call] = number
+
+    def abandon(self, session: Session, call: int) -> None:
+        """The client did not hear what a call was lent: give it back, now or as soon as the call is lent it."""
+        number = session.calls.pop(call, None)
+        if number is not None:
+            self.release(session, number)
+            return
+        session.abandoned[call] = None
+        if len(session.abandoned) > MAX_ABANDONED:
+            session.abandoned.popitem(last=False)
 
     def take_reservation(self, session: Session, number: int) -> Reservation:
         """Take a reservation out of the session, to commit it. Raises `LeaseExpired`."""

@@ -114,7 +114,7 @@ class Storing:
         return pb.ReserveReply(
             outcome=pb.OUTCOME_ACCEPTED,
             reason=reason,
-            reservation=sessions.reserve(session, reservation),
+            reservation=sessions.reserve(session, reservation, call=request.call),
             first_page=first_page,
             staging_slots=reservation.staging_slots.astype("<i4").tobytes(),
         )

@@ -36,6 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def sessions_have_ended(server: ThreadServer) -> Iterator[None]:
+    """What a test's clients had is given back before it is looked whether the test has left something behind."""
+    yield
+    server.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+
+
 def _free_pages(server: ThreadServer) -> int:
     return server.call(lambda inside: inside.cache.tiers[HOST].num_free)
 

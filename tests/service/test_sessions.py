@@ -114,7 +114,7 @@ def test_a_second_stream_of_a_session_is_refused_and_the_first_lives(tmp_path: P
     with thread_server(tmp_path) as server, connect(server.directory) as client:
         store(client, range(PAGE))
         transport, heard = GrpcTransport(server.directory), list[pb.Notice]()
-        transport.attach(client.welcome.token, 1.0, heard.append, lambda: None)
+        transport.attach(client.welcome.token, 1.0, pb.Beat, heard.append, lambda: None)
         transport._threads[0].join(WAIT_S)
         transport.close()
         assert not heard
