@@ -17,7 +17,7 @@ from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import BLOCK
 from hicache.tiers.nvme.header import FORGETFUL_VERSION, FORMAT_VERSION
 from hicache.tiers.nvme.inspection import FileReport, FileState
-from hicache.tiers.nvme.recovery import NO_LOG
+from hicache.tiers.nvme.recovery import NO_FILES, NO_LOG
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.terminal import printable
 from hicache.tools.units import format_bytes, plural
@@ -69,6 +69,10 @@ def diagnose(report: DirectoryReport, status: os.stat_result) -> list[Check]:
         checks.append(Check(Verdict.FAIL, "store", "nothing here is a store's", "name the directory of an NVMe tier"))
         return checks
     checks += [_manifest(report), _space(report)]
+    if report.is_bare:
+        mend = "put the files of a copy back, if anything was there; a start makes new ones, and begins empty"
+        checks.append(Check(Verdict.FAIL, "files", NO_FILES, mend))
+        return checks
     checks += _segments(report)
     if report.manifest is not None:
         checks += _logs(report)

@@ -15,7 +15,7 @@ from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.filling import MANIFEST
 from hicache.tiers.nvme.header import checksum
 from hicache.tiers.nvme.log import LOG_NAMES
-from hicache.tiers.nvme.recovery import NO_LOG
+from hicache.tiers.nvme.recovery import NO_FILES, NO_LOG
 from hicache.tools.cli import main
 from hicache.tools.terminal import printable
 from tests.stamps import identity_chain, stamp
@@ -157,6 +157,31 @@ def test_logs_that_are_lost_are_no_new_store(tmp_path: Path, capsys: pytest.Capt
     status, report = doctor(capsys, tmp_path / "store")
     assert status == 0
     assert "nothing is durable yet" in checks_of(report, "warn")["logs"]
+
+
+def test_a_manifest_alone_is_one_problem_for_the_doctor_and_one_line_for_a_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "store"
+    make_store(directory)
+    for path in directory.iterdir():
+        if path.name != "hicache.manifest":
+            path.unlink()
+    status, report = doctor(capsys, directory)
+    assert status == 1
+    assert checks_of(report, "fail") == {"files": NO_FILES}
+    assert not checks_of(report, "warn")
+
+    async def start() -> None:
+        async with small_tier(SMALL, 10, directory=directory) as tier:
+            assert tier.num_free == 10
+
+    with caplog.at_level("INFO"):
+        run(start())
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("hicache.")]
+    assert said == [f"{directory}: {NO_FILES}"]
+    status, _ = doctor(capsys, directory)
+    assert status == 0
 
 
 @pytest.mark.parametrize("manifest", ["gone", "damaged", "senseless", "version 1", "version 9"])

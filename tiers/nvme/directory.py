@@ -9,6 +9,7 @@ killed can be repeated.
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -55,8 +56,9 @@ from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, manifest_version
 from hicache.tiers.nvme.namespaces import other_layout
 from hicache.tiers.nvme.records import log_bytes
-from hicache.tiers.nvme.recovery import NO_LOG, Progress, holds_pages, nothing_recovered, recover
+from hicache.tiers.nvme.recovery import NO_FILES, NO_LOG, Progress, holds_pages, nothing_recovered, recover
 
+_log: Final = logging.getLogger(__name__)
 _SEGMENT_NAME: Final = re.compile(r"hicache-(\d{6})\.seg")
 _BESIDE_BYTES: Final = 256 << 10
 """Manifests, and the directory itself."""
@@ -131,6 +133,9 @@ def open_directory(
         opened.recovered = nothing_recovered(opened.geometry)
         if manifest is not None:
             _recover(files, opened, manifest, inventory, progress, is_whole=is_whole)
+            if not inventory.segments and not any(log.exists for log in inventory.logs):
+                # A crash leaves this behind, too, before anything was stored: no damage, then, and no warning.
+                _log.info("%s: %s", path, NO_FILES)
             _check_layout(opened, tier, layout)
         elif found is not _Found.FORGETFUL and inventory.holds_anything:
             opened.recovered.damage.append(f"the manifest is {found.value}: the store starts cold")

@@ -35,7 +35,7 @@ from hicache.tiers.nvme.io import (
 from hicache.tiers.nvme.log import LOG_NAMES
 from hicache.tiers.nvme.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, manifest_version
 from hicache.tiers.nvme.reading import LogContents, read_log, read_log_header
-from hicache.tiers.nvme.recovery import NO_LOG, Progress, Recovered, Recovery, connect, holds_pages, recover
+from hicache.tiers.nvme.recovery import NO_FILES, NO_LOG, Progress, Recovered, Recovery, connect, holds_pages, recover
 from hicache.tiers.nvme.segment import PageGet, SegmentFile
 
 _SEGMENT_NAME: Final = re.compile(r"hicache-\d{6}\.seg")
@@ -178,6 +178,13 @@ class DirectoryReport:
         )
 
     @property
+    def is_bare(self) -> bool:
+        """Whether there is a whole manifest and none of the files that it names, so that it is one problem and not many
+        (`NO_FILES`)."""
+        files = [*self.segments, *(log.file for log in self.logs)]
+        return self.manifest is not None and all(each.state is FileState.MISSING for each in files)
+
+    @property
     def is_refused(self) -> bool:
         """Whether the cache refuses the directory, and leaves it as it is, because of an unknown format version."""
         files = [*self.segments, *([self.manifest_file] if self.manifest_file is not None else [])]
@@ -233,6 +240,8 @@ class _Inspection:
         self._look_at_manifest()
         self._look_at_segments()
         recovered = self._look_at_logs()
+        if report.is_bare:
+            report.problems = [NO_FILES]
         known = {MANIFEST, *LOG_NAMES, *(segment.name for segment in report.segments)}
         report.others = sorted(self._names - known)
         if verify and recovered is not None and report.manifest is not None:

@@ -32,6 +32,7 @@ Progress = Callable[[int, int], None]
 """Told how much is done, of how much in all; the second stays the same."""
 
 NO_LOG: Final = "no log can be read, though the segments hold pages: the store starts cold"
+NO_FILES: Final = "there is only a manifest: making the store was interrupted, or its other files were deleted"
 LOOKED_AT_SLOTS: Final = 64
 """Of each segment, where there is no log: whether one of them was ever written."""
 MAX_GENERATION: Final = 1 << 62
