@@ -25,6 +25,9 @@ from hicache.kernels.extend import paged_extend
 from hicache.kernels.forms import Case
 from hicache.kernels.gather import LayerPages, gather_pages, scatter_pages
 from hicache.kernels.merge import merge_states
+from hicache.kernels.quant import KVLayers, gather_quantized, scatter_quantized
+from hicache.kernels.rope import Rope, rotate_pages
+from hicache.kernels.score import ball_of, min_max_of, page_scores
 from tests.kernels.contexts import scatter_context, tensor
 
 
@@ -124,3 +127,30 @@ def test_attend_launches_once_a_part_once_for_the_new_keys_and_merges(launched: 
     with_tokens = sum(part.num_tokens > 0 for part in parts)
     names = [kernel.name for kernel in launched]
     assert names == [per_part] * with_tokens + ["_paged_extend_kernel", "_merge_states_kernel"]
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_converting_there_and_back(launched: list[Any], stored: torch.dtype) -> None:
+    pages = KVLayers.of([torch.empty(9, 2, 16, 3, 64, dtype=torch.bfloat16) for _ in range(3)])
+    slots, scales = torch.empty(5, 3, 2, 16, 3, 64, dtype=stored), torch.empty(5, 3, 2, 3)
+    ids = torch.tensor([1, 3])
+    gather_quantized(pages, ids, slots, ids, scales, path=launch.Path.TRITON)
+    scatter_quantized(slots, ids, scales, pages, ids, path=launch.Path.TRITON)
+    assert [kernel.name for kernel in launched] == ["_gather_quantized_kernel", "_scatter_quantized_kernel"]
+    assert "ld.global.v4.b32" in launched[0].asm["ptx"]
+    assert "st.global.v4.b32" in launched[1].asm["ptx"]
+
+
+def test_turning(launched: list[Any]) -> None:
+    pages, ids = torch.empty(9, 2, 16, 3, 64, dtype=torch.bfloat16), torch.tensor([1, 3], dtype=torch.int32)
+    rotate_pages(pages, ids, torch.tensor([5, -5]), Rope.plain(64), path=launch.Path.TRITON)
+    assert [kernel.name for kernel in launched] == ["_rotate_pages_kernel"]
+    assert "ld.global.v4.b32" in launched[0].asm["ptx"]
+
+
+def test_scoring(launched: list[Any]) -> None:
+    pages, ids = torch.zeros(9, 2, 16, 3, 64, dtype=torch.bfloat16), torch.arange(9, dtype=torch.int32)
+    query = torch.empty(12, 64, dtype=torch.bfloat16)
+    for summary in (min_max_of(pages, ids, 130), ball_of(pages, ids, 130)):
+        page_scores(query, summary, path=launch.Path.TRITON)
+    assert [kernel.name for kernel in launched] == ["_page_scores_kernel"] * 2
