@@ -1,4 +1,5 @@
-"""File systems of the machine, made for one test: ext4 on a loop device, tmpfs, ramfs. They need root on Linux.
+"""File systems of the machine, made for one test: ext4 on a loop device, tmpfs, ramfs; and disks that hang. They need
+root on Linux.
 
 Who has neither leaves out the tests that are marked `machine`; where such a test runs and the facility is missing, it
 fails: a fault test that is left out silently is a lost one.
@@ -17,6 +18,7 @@ FS_IOC_SHUTDOWN: Final = 0x8004587D
 """Has a file system fail every later call with EIO, as a disk that was pulled."""
 _NOLOGFLUSH: Final = 2
 """What is not yet in the file system's journal is lost."""
+_BLKIO: Final = Path("/sys/fs/cgroup/blkio")
 
 
 def need_root() -> None:
@@ -65,3 +67,32 @@ def shut_down(where: Path) -> None:
         fcntl.ioctl(fd, FS_IOC_SHUTDOWN, _NOLOGFLUSH.to_bytes(4, "little"))
     finally:
         os.close(fd)
+
+
+@contextmanager
+def hung(where: Path) -> Iterator[None]:
+    """Within the block the disk below a file system answers no call of this process; after it, all that waited goes
+    on. Its bandwidth is throttled to nothing: a call waits in the kernel, where no signal ends it.
+    """
+    need_root()
+    if not _BLKIO.is_dir():
+        raise AssertionError(f"this test throttles a disk and needs the blkio controller of cgroup v1 at {_BLKIO}")
+    status = where.stat()
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    [own] = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":blkio:" in line]
+    group = _BLKIO / f"hicache-{os.getpid()}"
+    group.mkdir()
+    try:
+        _throttle(group, device, 1)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        _throttle(group, device, 0)
+        (_BLKIO / own.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def _throttle(group: Path, device: str, bytes_per_s: int) -> None:
+    """0 for no bound."""
+    for way in ("read", "write"):
+        (group / f"blkio.throttle.{way}_bps_device").write_text(f"{device} {bytes_per_s}")
