@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hicache.policies import NAMES as MAKERS
 from hicache.policy.base import EvictionPolicy
 from hicache.tools.bench.planner import planner_rows
 from hicache.tools.bench.results import Baseline, Note, Report, Row
@@ -30,7 +31,6 @@ from hicache.tools.exits import UsageProblem
 from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
 from hicache.tools.replay.readers import SESSION_GAP_S, Request, Trace
-from hicache.tools.replay.run import POLICIES as MAKERS
 from hicache.tools.terminal import printable
 
 MILLION: Final = 1_000_000

@@ -14,18 +14,21 @@ from hicache.tools.units import parse_bytes
 
 if TYPE_CHECKING:
     from hicache.tools.replay.generators import Workload
+    from hicache.tools.replay.machine import Machine
     from hicache.tools.replay.readers import Request
     from hicache.tools.replay.report import Comparison, Load
-    from hicache.tools.replay.run import Machine
 
 POLICIES: Final = ("lru", "slru", "s3-fifo", "lrfu", "value")
 WORKLOADS: Final = ("chat", "few-shot", "rag", "multi-turn")
 WRITE_POLICIES: Final = ("demote-on-evict", "write-through", "write-through-selective")
+ADMISSIONS: Final = ("always", "second-touch", "predicted")
+ROUTERS: Final = ("prefix", "round-robin")
 STEP_S: Final = 5e-3
 """Seconds that a step of the simulated engine costs beside its tokens."""
 TOTAL_BLOCKS_MAX: Final = 20_000_000
 """Most blocks of a load, all prompts together: some 4 bytes each while it is replayed, 40 while MIN is worked out."""
 REQUESTS_MAX: Final = 10_000_000
+NODES_MAX: Final = 64
 _TOKEN_UNITS: Final = {"tok": 1, "ktok": 10**3, "mtok": 10**6, "gtok": 10**9}
 _CURVE_FACTORS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
 """Capacities of a plot, in parts of what all tiers have together."""
@@ -44,7 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "session (sessions: block_size, requests), or CSV with TIMESTAMP,ContextTokens,GeneratedTokens (azure), plain\n"
         "or in gzip. SIZE is bytes (64GiB) or tokens (500ktok, 4Mtok).\n\n"
         "The engine: a request that has its place computes what the cache lacks in steps of up to 8,192 tokens, at\n"
-        "the same speed whatever the others do, and then has its first token; its pages are held until then."
+        "the same speed whatever the others do, and then has its first token; its pages are held until then.\n\n"
+        "With --nodes every node has such an engine and tiers of the given sizes. A prompt goes to the node that\n"
+        "knows most of it, if that is half at least and the node is not twice as busy as the average, else to the\n"
+        "one that was given least to compute; beside it stands what one node after the other comes to."
     )
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="file of requests")
     load = parser.add_argument_group("load")
@@ -75,6 +81,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--write-policy", default="demote-on-evict", choices=WRITE_POLICIES,
                        help="when pages are written to NVMe (default demote-on-evict)")  # fmt: skip
     cache.add_argument("--exclusive", action="store_true", help="a page leaves NVMe once it is in the host")
+    cache.add_argument("--admission", default="always", choices=ADMISSIONS,
+                       help="which pages may be written to NVMe (default always)")  # fmt: skip
+    cache.add_argument("--hints", action="store_true", help="each request says whether a later one goes on from it")
+    cache.add_argument("--nodes", type=int, default=1, metavar="N", help="so many nodes behind one router (default 1)")
     cache.add_argument("--link", default="25GB", metavar="BYTES", help="a second, each way (default 25GB)")
     cache.add_argument("--nvme-read", default="6GB", metavar="BYTES", help="a second (default 6GB)")
     cache.add_argument("--nvme-write", default="3GB", metavar="BYTES", help="a second (default 3GB)")
@@ -97,27 +107,31 @@ def run(args: argparse.Namespace) -> int:
     from hicache.tools.demo.screen import Screen
     from hicache.tools.replay import report
     from hicache.tools.replay.bound import min_hits
-    from hicache.tools.replay.run import REPLAYABLE, replay
+    from hicache.tools.replay.continued import goes_on
+    from hicache.tools.replay.run import replay
 
     load, block_tokens, requests = _load(args)
     machine = _machine(args, block_tokens, sizes, rates)
+    hints = goes_on(requests, block_tokens) if args.hints else None
     total = machine.total_pages
     factors = _CURVE_FACTORS if args.plot else ()
-    replayable = [policy for policy in policies if policy in REPLAYABLE]
-    steps = len(requests) * (len(replayable) + len(policies) * (1 + len(factors)))
+    columns = [report.Column(policy, router) for policy in policies for router in _routers(machine)]
+    steps = len(requests) * (len(columns) + len(policies) * (1 + len(factors)))
     with Screen(sys.stderr, Style.of(sys.stderr)).bar(steps) as bar:
         replayed = {}
-        for policy in replayable:
-            bar.describe(f"{policy}, the whole cache")
-            replayed[policy] = replay(requests, machine, policy, progress=bar.advance)
+        for column in columns:
+            bar.describe(f"{column.label}, the whole cache")
+            replayed[column] = replay(
+                requests, machine, column.policy, router=column.router or ROUTERS[0], hints=hints, progress=bar.advance
+            )
         alone: dict[str, int] = {}
         curves: dict[str, list[tuple[float, float]]] = {}
         for policy in policies:
             bar.describe(f"{policy}, one tier")
-            alone[policy] = _found_alone(requests, policy, total, bar.advance)
+            alone[policy] = _found_alone(requests, hints, policy, total, bar.advance)
             for factor in factors:
                 capacity = max(1, int(total * factor))
-                found = _found_alone(requests, policy, capacity, bar.advance)
+                found = _found_alone(requests, hints, policy, capacity, bar.advance)
                 curves.setdefault(policy, []).append((capacity * block_tokens, found / max(1, load.blocks)))
         bar.describe("MIN")
         paths = [request.blocks.tolist() for request in requests]
@@ -125,7 +139,9 @@ def run(args: argparse.Namespace) -> int:
             capacity = max(1, int(total * factor))
             rate = min_hits(paths, capacity) / max(1, load.blocks)
             curves.setdefault("MIN", []).append((capacity * block_tokens, rate))
-        comparison = report.Comparison(load, machine, alone, replayed, min_hits(paths, total), curves)
+        comparison = report.Comparison(
+            load, machine, replayed, alone, min_hits(paths, total), curves, is_hinted=args.hints
+        )
     if args.plot:
         _draw(args.plot, comparison)
     if args.json:
@@ -150,6 +166,11 @@ def _policies(args: argparse.Namespace) -> list[str]:
     return names
 
 
+def _routers(machine: "Machine") -> tuple[str | None, ...]:
+    """The routers that are compared; none where there is nothing to choose."""
+    return ROUTERS if machine.nodes > 1 else (None,)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be known wrong before a file is looked at."""
     if (args.trace is None) == (args.synthetic is None):
@@ -169,7 +190,7 @@ def _check(args: argparse.Namespace) -> None:
         ("--limit", args.limit, 1, REQUESTS_MAX), ("--block", args.block, 1, 1 << 16),
         ("--session-gap", args.session_gap, 0, 1e6), ("--pace", args.pace, 1e-3, 1e3),
         ("--prefill", args.prefill, 1, 1e9), ("--concurrency", args.concurrency, 1, 4096),
-        ("--seed", args.seed, 0, 1 << 63),
+        ("--seed", args.seed, 0, 1 << 63), ("--nodes", args.nodes, 1, NODES_MAX),
     ):  # fmt: skip
         if value is not None and not low <= value <= high:
             raise UsageProblem(f"{flag}: {value} is not within {low:g} to {high:g}")
@@ -212,7 +233,7 @@ def _machine(
 ) -> "Machine":
     from hicache.errors import BadRequest
     from hicache.prefill import PrefillCurve
-    from hicache.tools.replay.run import Machine
+    from hicache.tools.replay.machine import Machine
     from hicache.write_policy import WritePolicy
 
     token_bytes = rates["token_bytes"]
@@ -229,7 +250,7 @@ def _machine(
             nvme_read_bandwidth=rates["nvme_read"], nvme_write_bandwidth=rates["nvme_write"],
             prefill=PrefillCurve(token_s=1 / args.prefill, attend_s=1e-5 / args.prefill, step_s=STEP_S),
             concurrency=args.concurrency, pace=args.pace, write_policy=WritePolicy(args.write_policy),
-            exclusive=args.exclusive,
+            exclusive=args.exclusive, admission=args.admission, nodes=args.nodes,
         )  # fmt: skip
     except BadRequest as problem:
         flag = "--" + problem.field.removesuffix("_pages").replace("_", "-")
@@ -312,14 +333,21 @@ def _workload(args: argparse.Namespace) -> "Workload":
 # -- what is found out ------------------------------------------------------------------------------------------------
 
 
-def _found_alone(requests: "Sequence[Request]", policy: str, capacity_pages: int, progress: Callable[[], None]) -> int:
+def _found_alone(
+    requests: "Sequence[Request]",
+    hints: Sequence[bool] | None,
+    policy: str,
+    capacity_pages: int,
+    progress: Callable[[], None],
+) -> int:
     """Blocks that a policy finds in one tier by itself."""
+    from hicache.policies import NAMES
     from hicache.tools.replay.blocks import BlockCache
-    from hicache.tools.replay.run import POLICIES as MAKERS
 
-    cache, found = BlockCache(MAKERS[policy](capacity_pages), capacity_pages), 0
-    for request in requests:
-        found += cache.request(request.blocks.tolist(), request.time_s)
+    cache, found = BlockCache(NAMES[policy](capacity_pages), capacity_pages), 0
+    for at, request in enumerate(requests):
+        returns = None if hints is None else hints[at]
+        found += cache.request(request.blocks.tolist(), request.time_s, returns=returns)
         progress()
     return found
 
@@ -333,8 +361,9 @@ def _draw(path: Path, comparison: "Comparison") -> None:
         {name: points for name, points in comparison.curves.items() if name != "MIN"},
         bound=comparison.curves["MIN"],
         marked={
-            name: (machine.total_pages * machine.block_tokens, each.blocks_found / max(1, load.blocks))
-            for name, each in comparison.replayed.items()
+            column.policy: (machine.total_pages * machine.block_tokens, each.blocks_found / max(1, load.blocks))
+            for column, each in comparison.replayed.items()
+            if column.router != ROUTERS[1]
         },
     )
     try:
