@@ -124,12 +124,12 @@ def plain_torch(
     """What torch itself gives for the keys held together, in the dtype of the query: what we are measured against."""
     query, key, value = (x.transpose(0, 1) for x in (query, key.to(query.dtype), value.to(query.dtype)))
     mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-    if scoring.soft_cap is None and scoring.sinks is None:
+    if scoring.soft_cap is None and scoring.sinks is None and key.shape[2] == value.shape[2]:
         output = torch.nn.functional.scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=True
         )[0]
     else:
-        # torch's fused attention has neither; models write it out like this.
+        # Not with torch's fused attention; models write it out like this.
         group = query.shape[0] // key.shape[0]
         scores = query @ key.repeat_interleave(group, dim=0).transpose(1, 2) * scale
         if scoring.soft_cap is not None:

@@ -1,20 +1,23 @@
 """Paged extend: the kernel against attention in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache.kernels.checks import FLOAT8_DTYPES
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.extend import paged_extend, paged_extend_reference
 from hicache.kernels.merge import merge_states
+from hicache.kernels.scoring import PLAIN, Scoring, visible_reference
 from hicache.kernels.state import AttentionState
-from tests.kernels.contexts import DTYPES, GROUPS, HEAD_DIMS, Memory, assert_close, causal, tensor
-from tests.kernels.launched.batches import Batch, far_memory, make_batch, nans
+from tests.kernels.contexts import DTYPES, GROUPS, HEAD_DIMS, Memory, assert_close, tensor
+from tests.kernels.launched.batches import Batch, far_memory, make_batch, nans, on_device
 from tests.kernels.launched.device import DEVICE
 
 
@@ -32,7 +35,8 @@ class Extension:
     def paged(self) -> dict[str, torch.Tensor]:
         """The arguments that give the prefix."""
         prefix = self.prefix
-        return {"pages": prefix.pages, "block_tables": prefix.tables, "prefix_lens": prefix.lengths}
+        paged = {"pages": prefix.pages, "block_tables": prefix.tables, "prefix_lens": prefix.lengths}
+        return paged if prefix.scales is None else paged | {"page_scales": prefix.scales}
 
     @property
     def new(self) -> dict[str, torch.Tensor]:
@@ -50,12 +54,14 @@ def make_extension(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    stored: torch.dtype | None = None,
     memory: Memory = Memory.PAGE_FIRST,
 ) -> Extension:
     """Sequences with `prefixes` cached tokens and `new` tokens each."""
     prefix = make_batch(
-        random, prefixes, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype, memory=memory
-    )
+        random, prefixes, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype, stored=stored,
+        memory=memory,
+    )  # fmt: skip
     offsets = torch.tensor([0, *new]).cumsum(0).int()
     query = tensor(random, sum(new), num_kv_heads * group, head_dim, dtype=dtype)
     key, value = (tensor(random, sum(new), num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
@@ -63,28 +69,43 @@ def make_extension(
 
 
 def extend(
-    extension: Extension, arguments: dict[str, torch.Tensor], *, max_new_tokens: int | None = None, part: bool = False
+    extension: Extension,
+    arguments: dict[str, torch.Tensor],
+    *,
+    scoring: Scoring = PLAIN,
+    max_new_tokens: int | None = None,
+    part: bool = False,
 ) -> AttentionState:
     """Launch the kernel on outputs full of NaN; everything comes back to the CPU. `part`: with a float32 output."""
     query = extension.query
     output = nans(*query.shape, dtype=torch.float32 if part else query.dtype).to(DEVICE)
     lse = nans(*query.shape[:2]).to(DEVICE)
-    on_device = {name: argument.to(DEVICE) for name, argument in arguments.items()}
+    there: dict[str, Any] = {name: argument.to(DEVICE) for name, argument in arguments.items()}
     state = paged_extend(
-        query.to(DEVICE), extension.indptr.to(DEVICE), scale=query.shape[2] ** -0.5, max_new_tokens=max_new_tokens,
-        output=output, lse=lse, **on_device,
-    )
+        query.to(DEVICE), extension.indptr.to(DEVICE), scale=query.shape[2] ** -0.5, scoring=on_device(scoring),
+        max_new_tokens=max_new_tokens, output=output, lse=lse, **there,
+    )  # fmt: skip
     assert state.output is output
     assert state.lse is lse
     return AttentionState(output.cpu(), lse.cpu())
 
 
-def compare(state: AttentionState, extension: Extension, *, prefix: bool = True, new: bool = True) -> None:
+def compare(
+    state: AttentionState,
+    extension: Extension,
+    scoring: Scoring = PLAIN,
+    positions: torch.Tensor | None = None,
+    *,
+    prefix: bool = True,
+    new: bool = True,
+) -> None:
     """Every sequence against attention over all the keys that its new tokens see."""
     offsets = extension.indptr.tolist()
+    firsts = (extension.prefix.lengths if positions is None else positions).tolist()
     for i, (begin, end) in enumerate(pairwise(offsets)):
         key, value = extension.prefix.key[i], extension.prefix.value[i]
-        visible = causal(key.shape[0], end - begin)
+        place = firsts[i] + torch.arange(end - begin)
+        visible = visible_reference(place, torch.cat([torch.arange(key.shape[0]), place]), scoring)
         if not prefix:
             visible[:, : key.shape[0]] = False
         if not new:
@@ -97,6 +118,7 @@ def compare(state: AttentionState, extension: Extension, *, prefix: bool = True,
             torch.cat([value, extension.value[rows]]),
             visible,
             key.shape[2] ** -0.5,
+            scoring,
         )
 
 
@@ -107,7 +129,7 @@ def test_a_ragged_batch(dtype: torch.dtype, group: int) -> None:
     page_size = (16, 1, 64, 5)[which % 4]
     extension = make_extension(
         Random(which), [0, 1, page_size - 1, page_size + 1, 111, 40], [33, 1, 0, 7, 20, 2],
-        num_kv_heads=1 + which % 2, group=group, head_dim=HEAD_DIMS[which % 3], page_size=page_size, dtype=dtype,
+        num_kv_heads=1 + which % 2, group=group, head_dim=HEAD_DIMS[which % 4], page_size=page_size, dtype=dtype,
         memory=list(Memory)[which % 3],
     )
     compare(extend(extension, extension.paged | extension.new), extension)
@@ -120,7 +142,7 @@ def test_prefix_and_new_tokens_apart_and_merged(dtype: torch.dtype, group: int) 
     which = GROUPS.index(group) + DTYPES.index(dtype) + 1
     extension = make_extension(
         Random(which), [63, 0, 17], [5, 12, 18],
-        num_kv_heads=2, group=group, head_dim=HEAD_DIMS[which % 3], page_size=16, dtype=dtype,
+        num_kv_heads=2, group=group, head_dim=HEAD_DIMS[which % 4], page_size=16, dtype=dtype,
     )
     compare(extend(extension, extension.paged), extension, new=False)
     compare(extend(extension, extension.new), extension, prefix=False)
@@ -163,6 +185,50 @@ def test_residency_masks_split_a_prefix_over_memories(
     compare(AttentionState(merged.output.cpu(), merged.lse.cpu()), extension)
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("stored", FLOAT8_DTYPES, ids=str)
+def test_a_prefix_in_float8(stored: torch.dtype, head_dim: int) -> None:
+    which = HEAD_DIMS.index(head_dim) + FLOAT8_DTYPES.index(stored)
+    extension = make_extension(
+        Random(which), [0, 17, 70], [3, 9, 1], num_kv_heads=2, group=3, head_dim=head_dim,
+        page_size=(16, 1, 64)[which % 3], dtype=(torch.bfloat16, torch.float16)[which % 2], stored=stored,
+    )  # fmt: skip
+    compare(extend(extension, extension.paged | extension.new), extension)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scoring"),
+    [
+        (torch.float32, Scoring(soft_cap=3.0)),
+        (torch.bfloat16, Scoring(window=1)),
+        (torch.float16, Scoring(window=10)),
+        (torch.float32, Scoring(window=30, keep_first=25)),
+        *((dtype, Scoring(soft_cap=5.0, window=17, keep_first=3)) for dtype in DTYPES),
+    ],
+    ids=str,
+)
+def test_caps_windows_and_sinks(dtype: torch.dtype, scoring: Scoring) -> None:
+    """Windows that end in the prefix, in the new tokens and in neither, over several blocks of rows and of keys."""
+    random = Random(5)
+    extension = make_extension(
+        random, [0, 20, 111], [50, 7, 9], num_kv_heads=1, group=3, head_dim=64, page_size=16, dtype=dtype
+    )
+    extension.query *= 3
+    scoring = replace(scoring, sinks=tensor(random, 3, dtype=torch.float32) * 4)
+    compare(extend(extension, extension.paged | extension.new, scoring=scoring), extension, scoring)
+
+
+def test_a_window_that_begins_in_keys_given_elsewhere() -> None:
+    """New tokens further on than the table's end: by part of a window, or by the first tokens alone, they see it."""
+    extension = make_extension(
+        Random(0), [40, 40, 0], [6, 6, 6], num_kv_heads=1, group=4, head_dim=64, page_size=16, dtype=torch.bfloat16
+    )
+    positions = torch.tensor([43, 500, 2], dtype=torch.int32)
+    scoring = Scoring(window=8, keep_first=5)
+    arguments = extension.paged | extension.new | {"first_positions": positions}
+    compare(extend(extension, arguments, scoring=scoring), extension, scoring, positions)
+
+
 def test_rows_of_several_programs() -> None:
     """300 new tokens of three heads each: blocks of rows begin and end within a token, and keys within a block."""
     extension = make_extension(
@@ -196,10 +262,12 @@ def test_strided_inputs_and_outputs() -> None:
     extension.query = tensor(random, 4, 11, 100, dtype=torch.float32).transpose(0, 1)[:, :, :96]
     extension.key, extension.value = (tensor(random, 11, 5, 96, dtype=torch.float32)[:, 1:5:3] for _ in range(2))
     output, lse = nans(4, 11, 96).transpose(0, 1).to(DEVICE), nans(11, 6)[:, :4].to(DEVICE)
-    arguments = {name: argument.to(DEVICE) for name, argument in (extension.paged | extension.new).items()}
+    arguments: dict[str, Any] = {
+        name: argument.to(DEVICE) for name, argument in (extension.paged | extension.new).items()
+    }
     paged_extend(
         extension.query.to(DEVICE), extension.indptr.to(DEVICE), scale=96**-0.5, output=output, lse=lse,
-        **arguments,  # type: ignore[arg-type]  # tensors only
+        **arguments,
     )
     compare(AttentionState(output.cpu(), lse.cpu()), extension)
 
@@ -238,7 +306,7 @@ def test_the_reference_is_attention() -> None:
 GOOD = make_extension(
     Random(0), [20, 5], [3, 4], num_kv_heads=2, group=2, head_dim=64, page_size=16, dtype=torch.float32
 )
-ARGUMENTS: dict[str, torch.Tensor | int | None] = {
+ARGUMENTS: dict[str, Any] = {
     "query": GOOD.query, "indptr": GOOD.indptr, **GOOD.paged, **GOOD.new
 }  # fmt: skip
 
@@ -262,17 +330,22 @@ ARGUMENTS: dict[str, torch.Tensor | int | None] = {
         ("key", {"pages": None, "key": GOOD.key[:, :0]}),
         ("value", {"value": None}),
         ("value", {"value": GOOD.value.half()}),
+        ("page_scales", {"page_scales": torch.ones(1, 2, 2)}),
+        ("first_positions", {"first_positions": GOOD.prefix.lengths.long()}),
+        ("first_positions", {"first_positions": torch.zeros(3, dtype=torch.int32)}),
+        ("scoring.window", {"scoring": Scoring(window=0)}),
+        ("scoring.sinks", {"scoring": Scoring(sinks=torch.zeros(3).to(DEVICE))}),
         ("output", {"output": GOOD.query[:1]}),
         ("lse", {"lse": torch.empty(7, 3)}),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(argument: str, changes: dict[str, torch.Tensor | int | None]) -> None:
-    on_device = {
+def test_what_does_not_fit_is_refused_by_name(argument: str, changes: dict[str, Any]) -> None:
+    there: dict[str, Any] = {
         name: given.to(DEVICE) if isinstance(given, torch.Tensor) else given
         for name, given in (ARGUMENTS | changes).items()
     }
     with pytest.raises(BadArgument) as raised:
-        paged_extend(**on_device, scale=0.125)  # type: ignore[arg-type]  # wrong on purpose
+        paged_extend(**there, scale=0.125)
     assert raised.value.argument == argument
 
 
@@ -284,11 +357,12 @@ def test_what_does_not_fit_is_refused_by_name(argument: str, changes: dict[str, 
         ("indptr", {"indptr": torch.tensor([0, 3, 6], dtype=torch.int32)}),
         ("indptr", {"indptr": torch.tensor([1, 3, 7], dtype=torch.int32)}),
         ("indptr", {"indptr": torch.tensor([0, 9, 7], dtype=torch.int32)}),
+        ("first_positions", {"first_positions": torch.tensor([19, 5], dtype=torch.int32)}),
     ],
 )
 def test_numbers_out_of_bounds_are_refused_on_the_cpu(argument: str, changes: dict[str, torch.Tensor]) -> None:
     if DEVICE != "cpu":
         return  # there the host does not look at them
     with pytest.raises(BadArgument) as raised:
-        paged_extend(**(ARGUMENTS | changes), scale=0.125)  # type: ignore[arg-type]  # wrong on purpose
+        paged_extend(**(ARGUMENTS | changes), scale=0.125)
     assert raised.value.argument == argument
