@@ -1,7 +1,7 @@
 """The machine that a replay simulates."""
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from hicache.admissions import ALWAYS, check_admission
 from hicache.errors import BadRequest
@@ -14,6 +14,10 @@ PAGES_MAX: Final = 1 << 26
 """Most pages of a tier."""
 NODES_MAX: Final = 64
 """Most nodes of a cluster."""
+TOKEN_BYTES: Final = 128 << 10
+"""Default bytes of KV of a token."""
+DEVICE_BYTES, HOST_BYTES, NVME_BYTES = 40 << 30, 256 << 30, 1 << 40
+"""Default tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,15 @@ class Machine:
             raise BadRequest("admission", "is about NVMe, and there is none")
         if self.exclusive and self.write_policy is not WritePolicy.DEMOTE:
             raise BadRequest("exclusive", f"does not go with {self.write_policy.value}, which keeps copies on NVMe")
+
+    @classmethod
+    def default(cls, block_tokens: int) -> Self:
+        """What is simulated where nothing else is asked for, with pages of so many tokens."""
+        page_bytes = block_tokens * TOKEN_BYTES
+        return cls(
+            block_tokens=block_tokens, token_bytes=TOKEN_BYTES, device_pages=DEVICE_BYTES // page_bytes,
+            host_pages=HOST_BYTES // page_bytes, nvme_pages=NVME_BYTES // page_bytes,
+        )  # fmt: skip
 
     @property
     def page_bytes(self) -> int:
