@@ -219,11 +219,12 @@ class Structure:
         rest = (node._num_pages - 1) * self._page_bytes
         return node._key + node._buffer[node._start : node._start + rest]
 
-    def _descend(self, root: Root, raw: memoryview | bytes, num_bytes: int) -> tuple[list[Node], int, int]:
-        """The path that `raw` shares with a tree: its nodes, the bytes that match (whole pages), pages of the last."""
+    def _descend(self, root: Node, raw: memoryview | bytes, num_bytes: int) -> tuple[list[Node], int, int]:
+        """The path that `raw` shares with what is below a node: its nodes, the bytes that match (whole pages), pages of
+        the last node, which is `root` where there is none."""
         page_bytes = self._page_bytes
         path: list[Node] = []
-        node: Node = root
+        node = root
         position, end = 0, page_bytes
         while end <= num_bytes:
             children = node._children

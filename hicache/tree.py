@@ -137,6 +137,35 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
             partial = self._find_partial(path[-1] if path else root, inside, raw, position, num_bytes)
         return Match(tuple(path), position // TOKEN_BYTES, inside, partial, digest, digest)
 
+    def match_after(self, node: Node, num_pages: int, tokens: npt.ArrayLike) -> Match:
+        """`match` of the first `num_pages` pages on the path to `node`, which are known to be cached, and of `tokens`
+        `[num_tokens]` behind them: only these are compared. Looks at the namespace's own pages alone.
+
+        Raises `NotResident` for a node that left (`current` may know its heir), `BadRequest` unless `num_pages` is
+        within 1 to the pages on that path, and for tokens that are not token ids.
+        """
+        self._require_live(node)
+        packed = view_tokens(tokens)
+        raw, num_bytes, page_bytes = raw_bytes(packed), len(packed) * TOKEN_BYTES, self._page_bytes
+        num_pages = whole("num_pages", num_pages, 1, sum([step._num_pages for step in self.path(node)]))
+        path, inside = self._path_to(node, num_pages)
+        last = path[-1]
+        start, rest = last._start + (inside - 1) * page_bytes, last._num_pages - inside
+        limit = min(rest * page_bytes, num_bytes // page_bytes * page_bytes)
+        common = common_bytes(last._buffer, start, raw, 0, limit) // page_bytes
+        position, inside = common * page_bytes, inside + common
+        if inside == last._num_pages:
+            below, further, inside = self._descend(last, raw[position:], num_bytes - position)
+            path += below
+            position += further
+        partial = None
+        if position < num_bytes:
+            check_ids("tokens", packed[position // TOKEN_BYTES :])
+            partial = self._find_partial(path[-1], inside, raw, position, num_bytes)
+        digest = node._root.digest
+        num_tokens = (num_pages * page_bytes + position) // TOKEN_BYTES
+        return Match(tuple(path), num_tokens, inside, partial, digest, digest)
+
     def _match_published(
         self, digest: bytes, root: Root | None, readable: Readable, packed: npt.NDArray[np.int32]
     ) -> Match:
