@@ -13,8 +13,9 @@ Three rules, on which the promises of the project rest:
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import takewhile
 from types import TracebackType
 from typing import Final, Self
 
@@ -31,13 +32,15 @@ from hicache.lease import Lease
 from hicache.namespace import Namespace
 from hicache.policies import LRU, policies_named
 from hicache.policy.admission import AdmissionPolicy, AlwaysAdmission
-from hicache.policy.base import EvictionPolicy, HearsShape, HearsUses, Use
+from hicache.policy.base import EvictionPolicy, HearsShape, Use
 from hicache.prefetch import Prefetch, begin
 from hicache.prefill import PrefillCurve
 from hicache.promoting import Promoting
+from hicache.quotas import TenantQuotas, check_quotas, quota_pages
 from hicache.recovery import Progress, Recovery, recover
 from hicache.room import PATIENCE_S
 from hicache.running import FAILING_S, Moving, checked_tiers
+from hicache.tending import Tending
 from hicache.tier import DEVICE, NVME, Tier, TierId
 from hicache.tree import Match, pack_tokens
 from hicache.write_policy import WritePolicy, WritingThrough
@@ -51,7 +54,7 @@ FLUSH_STEP_NODES: Final = 256
 __all__ = ["DRAIN_S", "FAILING_S", "PATIENCE_S", "Cache", "Counters", "Coverage", "Moving"]
 
 
-class Cache(Promoting, Copying):
+class Cache(Promoting, Copying, Tending):
     """Pages of KV over device, host and NVMe, for one layout and any number of namespaces with that layout.
 
     Use it as an async context manager: leaving the block drains the lanes for at most `DRAIN_S`, then closes the tiers.
@@ -61,6 +64,8 @@ class Cache(Promoting, Copying):
         tiers: the tiers by id. `HOST` is required and supports views; `DEVICE` and `NVME` may be absent.
         clock: decides recency and deadlines.
         policy: name of the eviction policy of every tier (`hicache.policies`).
+        tenant_quotas: which part of the tiers is a tenant's own, by tenant: a share of every tier, or a `TenantQuota`.
+            Without, tenants have equal parts (`hicache.policy.shared`).
         policies: eviction policies by tier, used instead. Whoever made them tells them of uses (`HearsUses`).
         metadata_bytes: most memory that the tree itself may use, by its own estimate; None for no bound but that of the
             tiers' slots. Reaching it drops the coldest pages from all tiers.
@@ -84,6 +89,7 @@ class Cache(Promoting, Copying):
         *,
         clock: Clock,
         policy: str = LRU,
+        tenant_quotas: TenantQuotas | None = None,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,
         admission: AdmissionPolicy | None = None,
@@ -94,7 +100,9 @@ class Cache(Promoting, Copying):
     ) -> None:
         own = checked_tiers(layout, tiers)
         policies = policies or {}
-        named = policies_named(policy, {tier_id: tier.capacity_pages for tier_id, tier in own.items()})
+        capacity_pages = {tier_id: tier.capacity_pages for tier_id, tier in own.items()}
+        quotas = quota_pages(check_quotas(tenant_quotas), capacity_pages, layout.page_bytes)
+        named = policies_named(policy, capacity_pages, quotas)
         super().__init__(
             layout,
             own,
@@ -105,9 +113,7 @@ class Cache(Promoting, Copying):
             exclusive=flag("exclusive", exclusive),
         )
         self._require_writable(write_policy)
-        self._hearing: Final = [
-            each for tier_id, each in named.items() if tier_id not in policies and isinstance(each, HearsUses)
-        ]
+        self._hearing: Final = {tier_id: each for tier_id, each in named.items() if tier_id not in policies}
         """Eviction policies that are told of uses."""
         self.writer = Writer(self, admission or AlwaysAdmission())
         self.writing_through: Final = WritingThrough(self, write_policy)
@@ -205,16 +211,23 @@ class Cache(Promoting, Copying):
         coverage = self.coverage(self.tree.match(namespace, packed[:-1]))
         return self.decide(namespace, len(packed), coverage, chunk_tokens=chunk_tokens)
 
-    def tell_use(self, lease: Lease | None) -> None:
+    def tell_use(self, lease: Lease | None, found: Sequence[tuple[TierId, int]] | None = None) -> None:
         """A prompt was looked up and computed, of which the leased prefix is cached: the policies learn of it. Once a
-        request; the tree has been told of its recency before."""
+        request; the tree has been told of its recency before. `found` is where its pages were when it was looked up, as
+        in `Coverage.runs`."""
         if path := self.path(lease):
-            use = Use(path, self.clock.monotonic())
-            for policy in self._hearing:
-                policy.used(use)
+            now = self.clock.monotonic()
+            for tier_id, policy in self._hearing.items():
+                policy.used(Use(path, now, None if found is None else self._found_pages(found, tier_id)))
             if NVME in self.tiers:
-                self.writer.admission.used(use)
+                self.writer.admission.used(Use(path, now))
                 self.writing_through.published(path[-1])
+
+    def _found_pages(self, found: Sequence[tuple[TierId, int]], tier_id: TierId) -> int:
+        """Pages from the root on that a tier or a faster one had."""
+        slower = self._from(tier_id)[1:]
+        runs = takewhile(lambda run: run[0] not in slower, found)
+        return sum([num_tokens for _, num_tokens in runs]) // self.layout.page_size
 
     def prefetch(
         self, namespace: Namespace, tokens: npt.ArrayLike, *, deadline: float, max_pages: int | None = None

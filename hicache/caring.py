@@ -19,11 +19,11 @@ class Caring(Structure):
     """The ranks of a tree's nodes."""
 
     def care(self, node: Node, *, priority: int = 0, retain_until: float | None = None, now: float) -> None:
-        """Say by which rank a prefix leaves: what no other prefix shares of it, from `node` up. Replaces what was said
-        of these nodes before.
+        """Say by which rank the prefix that ends with `node` leaves, in place of what was said of it before.
 
-        Nodes further up stay where something below them stays, in each tier, and so need no rank. A retained node is
-        given out by `victims` when nothing else of its tenant may leave, in each tier for itself.
+        It holds for the node, and for those above it that had the same rank and nothing else below them. What is
+        further up stays anyhow where something below it stays, in each tier. A retained node is given out by `victims`
+        when nothing else of its tenant may leave, in each tier for itself.
 
         Args:
             priority: from -4, to leave first, to 4, to leave last; 0 is the ordinary one.
@@ -36,8 +36,8 @@ class Caring(Structure):
         retain_until = None if retain_until is None else moment("retain_until", retain_until)
         self._advance(moment("now", now))
         until = retain_until if retain_until is not None and retain_until > self._now else None
-        path = [node]
-        while (above := path[-1].parent) is not None and len(above.children) == 1:
+        path, before = [node], rank_of(node)
+        while (above := path[-1].parent) is not None and len(above.children) == 1 and rank_of(above) == before:
             path.append(above)
         for each in path:
             self._rank(each, rank(priority, is_retained=until is not None), until)

@@ -25,6 +25,10 @@ class Counters:
     """Pages computed although somebody else had published them meanwhile."""
     pages_adopted: int = 0
     """Pages copied from what another tenant has published."""
+    hints: int = 0
+    """Hints that something cached was meant by."""
+    no_room_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that a request was refused since all others were in use, by tier."""
     pages_refused: int = 0
     """Pages that a commit could not publish for want of room in the metadata budget; each try counts."""
     refused_pages: dict[str, int] = field(default_factory=dict)

@@ -6,11 +6,14 @@
     lrfu     what has the smallest sum of its uses, each worth half after so many others (`hicache.policy.lrfu`)
     value    what is least likely to be read again soon, by its own uses and by its class (`hicache.policy.value`)
 
-All of them are fed by the tree with the nodes that may leave, those that ask for it with every node that enters or
-leaves a tier, is split or joined, and by the cache with uses: one for each prompt, when it has been computed.
+Each keeps the pages of one tenant; whose turn it is, and what callers care for, is decided above it
+(`hicache.policy.shared`). All of them are fed by the tree with the nodes that may leave, those that ask for it with
+every node that enters or leaves a tier, is split or joined, and by the cache with uses: one for each prompt, when it
+has been computed.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from hicache.errors import BadRequest
@@ -18,6 +21,7 @@ from hicache.policy.base import EvictionPolicy
 from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.policy.s3fifo import S3FifoPolicy
+from hicache.policy.shared import SharedPolicy
 from hicache.policy.slru import SlruPolicy
 from hicache.policy.value import ValuePolicy
 from hicache.tier import TierId
@@ -40,7 +44,18 @@ def check_policy(name: object) -> str:
     return name
 
 
-def policies_named(name: str, capacity_pages: Mapping[TierId, int]) -> dict[TierId, EvictionPolicy]:
-    """A policy of that name for each tier, which has so many pages. Raises `BadRequest` as `check_policy` does."""
-    make = NAMES[check_policy(name)]
-    return {tier_id: make(num_pages) for tier_id, num_pages in capacity_pages.items()}
+def policies_named(
+    name: str, capacity_pages: Mapping[TierId, int], quotas: Mapping[TierId, Mapping[str, int]] | None = None
+) -> dict[TierId, SharedPolicy]:
+    """For each tier, which has so many pages, one that keeps each tenant's pages by a policy of that name. `quotas` are
+    pages by tier and tenant. Raises `BadRequest` as `check_policy` does."""
+    check_policy(name)
+    return {
+        tier_id: SharedPolicy(
+            partial(NAMES[name], num_pages),
+            partial(NAMES[name], num_pages),
+            capacity_pages=num_pages,
+            quotas=(quotas or {}).get(tier_id),
+        )
+        for tier_id, num_pages in capacity_pages.items()
+    }

@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from hicache.counters import count
 from hicache.errors import DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.lease import Pin
 from hicache.movers import Priority
@@ -65,6 +66,7 @@ class Room(Moves):
                     # gets room or gives up when there is nothing to wait for; the others then see what is left.
                     under_way = any(self._under_way[each] for each in self._from(tier_id))
                     if not (under_way or self._holders) and next(iter(line)) is turn:
+                        count(self.counters.no_room_pages, tier_id, num_pages)
                         raise NoRoom(tier_id, pages_asked=num_pages, pages_free=tier.num_free)
                     await self.wait_for_progress(deadline)
                     self._require_open()

@@ -159,6 +159,10 @@ class Running:
         self._persisted: list[Node] = []
         """Ends of prefixes that were persisted, if the cache is exclusive: with what they were joined to, they stay on
         NVMe."""
+        self._policies: Final = dict(policies)
+        """The eviction policies of the tiers."""
+        self._pins: Final[dict[tuple[bytes, bytes], tuple[Lease, int]]] = {}
+        """Pinned prefixes, by namespace and tokens: their leases and pages."""
         self._closing = False
 
     @property

@@ -15,8 +15,8 @@ class EvictionPolicy(Protocol):
     slower tier). Nothing here raises for what a caller of the tree does, waits, or changes a node. Every call must cost
     O(log n) at most; a victim that is taken comes back as `discard`.
 
-    A policy that looks at more than the nodes that may leave also offers `HearsUses`, `HearsShape`, `HearsResidency` or
-    `HearsHints`.
+    A policy that looks at more than the nodes that may leave also offers `HearsUses`, `HearsShape`, `HearsResidency`,
+    `HearsHints` or `HearsCapacity`.
     """
 
     def add(self, node: Node, now: float) -> None:
@@ -51,6 +51,9 @@ class Use:
     more recently than this."""
     now: float
     """Monotonic seconds."""
+    found_pages: int | None = None
+    """Pages, from the root on, that the policy's tier or a faster one had when the prompt was looked up; None where
+    nobody knows. By now the whole path may be in the fastest."""
 
 
 @runtime_checkable
@@ -87,6 +90,15 @@ class HearsResidency(HearsShape, Protocol):
 
     def left(self, node: Node) -> None:
         """It does not any longer. The node is still in the tree; a `discard` of it comes before or after."""
+        ...
+
+
+@runtime_checkable
+class HearsCapacity(Protocol):
+    """A policy that goes by how many pages it may keep, where that changes: its tenant's part of a tier, say."""
+
+    def resized(self, capacity_pages: int) -> None:
+        """It has about so many pages from now on, at least 1."""
         ...
 
 

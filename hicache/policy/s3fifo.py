@@ -55,7 +55,8 @@ class S3FifoPolicy:
             raise BadRequest("capacity_pages", f"{capacity_pages} is below 1")
         if not 0 <= small_share <= 1:
             raise BadRequest("small_share", f"{small_share} is not within 0 to 1")
-        self._small_max = max(1, int(capacity_pages * small_share))
+        self._small_share = small_share
+        self.resized(capacity_pages)
         self._small_pages = 0
         self._entries: dict[Box, _Entry] = {}
         self._small: OrderedDict[Box, None] = OrderedDict()
@@ -63,6 +64,9 @@ class S3FifoPolicy:
         self._chosen: OrderedDict[Box, None] = OrderedDict()
         self._num_listed = 0
         self._ghosts: History[bool] = History(capacity_pages)
+
+    def resized(self, capacity_pages: int) -> None:
+        self._small_max = max(1, int(capacity_pages * self._small_share))
 
     def entered(self, node: Node) -> None:
         in_main = bool(self._ghosts.get(node))

@@ -23,11 +23,22 @@ from typing import Final
 
 from hicache.care import DEFAULT_RANK, rank_of
 from hicache.node import Box, Node
-from hicache.policy.base import EvictionPolicy, HearsHints, HearsResidency, HearsShape, HearsUses, Hint, Use
+from hicache.policy.base import (
+    EvictionPolicy,
+    HearsCapacity,
+    HearsHints,
+    HearsResidency,
+    HearsShape,
+    HearsUses,
+    Hint,
+    Use,
+)
 from hicache.sortedchunks import SortedChunks
 
 IDLE_S: Final = 600.0
 """Seconds without a use after which a tenant without a quota has no share of its own."""
+RESIZED_FROM: Final = 1 / 8
+"""Relative change of what a tenant may keep from which its policy is told."""
 EMPTY_MAX: Final = 64
 """Tenants without a page whose policies, and what these remember, are kept."""
 
@@ -45,6 +56,8 @@ class _Tenant:
     main: EvictionPolicy
     """Keeps all pages of ordinary rank, and knows of all others."""
     quota: int | None
+    capacity: int
+    """Pages that its policy counts on."""
     pages: int = 0
     num_listed: int = 0
     last_used: float = float("-inf")
@@ -100,6 +113,7 @@ class SharedPolicy:
         quotas: Mapping[str, int] | None = None,
     ) -> None:
         self._make, self._make_ranked = make, make_ranked
+        self._capacity = capacity_pages
         self._quotas = dict(quotas or {})
         self._unreserved = max(1, capacity_pages - sum(self._quotas.values()))
         self._tenants: dict[str, _Tenant] = {}
@@ -193,6 +207,7 @@ class SharedPolicy:
                 self._moved.add(tenant)
             self._by_use[tenant] = None
             self._by_use.move_to_end(tenant)
+        self._resize(tenant)
         for policy in tenant.policies():
             if isinstance(policy, HearsUses):
                 policy.used(use)
@@ -255,7 +270,8 @@ class SharedPolicy:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._serial += 1
-            tenant = self._tenants[name] = _Tenant(name, self._serial, self._make(), self._quotas.get(name))
+            tenant = _Tenant(name, self._serial, self._make(), self._quotas.get(name), self._capacity)
+            self._tenants[name] = tenant
             self._by_serial[self._serial] = tenant
             self._empty[tenant] = None
             if len(self._tenants) == 2:
@@ -291,6 +307,17 @@ class SharedPolicy:
             self._num_active += has - had
         if len(self._tenants) > 1:
             self._moved.add(tenant)
+
+    def _resize(self, tenant: _Tenant) -> None:
+        """Tell a tenant's policy what it may count on: its share, or what it holds beyond."""
+        capacity = self._capacity
+        if len(self._tenants) > 1:
+            share = self._part() if tenant.quota is None else tenant.quota
+            capacity = max(1, int(share), tenant.pages)
+        if abs(capacity - tenant.capacity) > RESIZED_FROM * tenant.capacity:
+            tenant.capacity = capacity
+            if isinstance(tenant.main, HearsCapacity):
+                tenant.main.resized(capacity)
 
     def _settle(self) -> None:
         """Bring the orders up to date: who has become idle, and the places of those whose pages have changed."""

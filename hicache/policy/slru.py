@@ -25,12 +25,16 @@ class SlruPolicy:
             raise BadRequest("capacity_pages", f"{capacity_pages} is below 1")
         if not 0 <= protected_share <= 1:
             raise BadRequest("protected_share", f"{protected_share} is not within 0 to 1")
-        self._protected_max = int(capacity_pages * protected_share)
+        self._protected_share = protected_share
+        self.resized(capacity_pages)
         self._protected: OrderedDict[Box, None] = OrderedDict()  # used longest ago first
         self._protected_pages = 0
         self._stamps: dict[Box, int] = {}  # of every node of the tier: its last use, 0 for none since it entered
         self._clock = 0
         self._probation, self._guarded = Ordered(), Ordered()
+
+    def resized(self, capacity_pages: int) -> None:
+        self._protected_max = int(capacity_pages * self._protected_share)
 
     def entered(self, node: Node) -> None:
         self._stamps[node.box] = 0

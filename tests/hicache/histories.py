@@ -735,7 +735,11 @@ class History:
             return
         priority, until = self.random.choice([-4, -1, 0, 0, 3]), self.random.choice([None, self.now + 3.0, self.now])
         nodes = [node]
-        while (above := nodes[-1].parent) is not None and len(above.children) == 1:
+
+        def rank(each: Node) -> tuple[int, bool]:
+            return self.tree.priority(each), self.tree.retained_until(each) is not None
+
+        while (above := nodes[-1].parent) is not None and len(above.children) == 1 and rank(above) == rank(node):
             nodes.append(above)
         for page in [page for each in nodes for page in self.pages_of(each)]:
             page.priority, page.retained_until = priority, until

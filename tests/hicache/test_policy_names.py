@@ -1,5 +1,7 @@
 """A cache is told by name what leaves first, and tells its eviction policies of each prompt once."""
 
+from typing import ClassVar
+
 import pytest
 
 from hicache.cache import Cache
@@ -33,8 +35,11 @@ def test_what_was_used_often_outlives_a_scan_where_uses_count(policy: str, is_ke
 class Hearing(LrfuPolicy):
     """Notes the uses that it is told of, in tokens."""
 
+    made: ClassVar[list["Hearing"]] = []
+
     def __init__(self) -> None:
         super().__init__()
+        self.made.append(self)
         self.heard: list[int] = []
 
     def used(self, use: Use) -> None:
@@ -49,13 +54,12 @@ def test_each_prompt_is_told_once_when_it_is_computed(monkeypatch: pytest.Monkey
 
     async def main(world: World) -> None:
         async with opened(world, device_pages=20, policy="lrfu") as setup:
-            heard = [each.heard for each in setup.cache._hearing if isinstance(each, Hearing)]
-            assert len(heard) == 3
             request = setup.request()
             sequence = await request.open(prompt(1, 30))
             for start in range(0, 30, 10):
-                assert heard[0] == []
+                assert all(each.heard == [] for each in Hearing.made)
                 await request.step(prompt(1, 30)[start : start + 10])
+            heard = [each.heard for each in Hearing.made]
             assert heard == [[28]] * 3
             fork = sequence.fork()
             for token in range(4):
