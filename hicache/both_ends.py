@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOAD_PAGES: Final = 16
 """Most pages that one of the loaders asks for at a time."""
-NUM_LOADERS: Final = 4
+NUM_LOADERS: Final = 3
 """Loaders of one sequence: so many batches are on their way at a time."""
 PATIENCE_S: Final = 2.0
 """How long a loader waits for room in a tier before its pages are computed instead, and how often one whose pages do

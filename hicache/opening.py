@@ -4,6 +4,7 @@ The base of `hicache.sequence.Sequence`, where the ranges of a sequence are draw
 and for room, and ends with a sequence that has the beginning of its prompt, however much of it could be had.
 """
 
+import asyncio
 from typing import Final
 
 import numpy as np
@@ -87,6 +88,8 @@ class Opening:
             match = tree.match(self.namespace, packed[: decision.taken_tokens], published=False)
         if decision.both_ends is not None and chunk_tokens is not None:
             self._load_from_the_back(match, decision, chunk_tokens)
+            # The loading end takes its first pages before the computing end looks at what is left.
+            await asyncio.sleep(0)
         else:
             await self._promote(match, deadline)
 

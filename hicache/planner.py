@@ -13,7 +13,7 @@ for. Before x the pages of fast tiers are loaded and skipped, so that nothing is
 everyday choices are special cases: load everything (x = 0, t = n), compute everything (x = n, no tier is fast), compute
 from the front and load from the back (0 < x < t = n).
 
-Nothing in here decides alone: a plan rests on estimates, and `hicache.movers.meeting` carries it out as it turns out.
+Nothing in here decides alone: a plan rests on estimates, and `hicache.movers.meeting` follows what they turn out to be.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -289,7 +289,8 @@ class _Planning:
                 front += self._tokens_seconds(piece.start, min(piece.stop, meet))
         for piece in self._pieces:
             _add(loads, piece, meet, last)
-        return front, arrival(loads)
+        # The loading end asks for less and less at a time as it comes near the other one.
+        return front, arrival(loads, last_pages=1 if front else None)
 
     def _compute_seconds(self, fast: frozenset[Route], start: int, stop: int) -> float:
         """Computing the pages of a range that are not there, except those of fast tiers."""
@@ -344,7 +345,7 @@ class _Planning:
         back_pages = self._loads(back)
         num_back = sum(back_pages.values())
         load_page_s = max(_lane_seconds(back_pages).values(), default=0.0) / max(1, num_back)
-        load_s = arrival(self._loads(self._loaded(cut))).end_s
+        load_s = arrival(self._loads(self._loaded(cut)), last_pages=1 if compute else None).end_s
         return Plan(
             choice=choice,
             load_first=self._missing(0, cut.meet, within=cut.fast) if compute else self._loaded(cut),
@@ -387,11 +388,11 @@ class Arrival:
     Where it delivers layer by layer, the layers arrive spread over this time."""
 
 
-def arrival(pages: Mapping[Route, int]) -> Arrival:
+def arrival(pages: Mapping[Route, int], *, last_pages: int | None = None) -> Arrival:
     """When so many pages have come over each route, all lanes working at once.
 
     A lane that only passes on what another one brings begins with that one's first batch; and it ends one batch of its
-    own after the other one at the earliest.
+    own after the other one at the earliest, or as long as `last_pages` pages take where the last batch has only these.
     """
     ends: dict[str, Arrival] = {}
     # Lanes by how many hops before the target they are, those farthest away first.
@@ -414,7 +415,7 @@ def arrival(pages: Mapping[Route, int]) -> Arrival:
             spread_s = (direct + fed) * lane.page_s
             end_s = begin_s + lane.latency_s + spread_s
             for name, (_, n) in feeders.items():
-                last_batch_s = min(n, lane.batch_pages) * lane.page_s
+                last_batch_s = min(n, last_pages or lane.batch_pages) * lane.page_s
                 if ends[name].end_s + lane.latency_s + last_batch_s > end_s:
                     end_s, spread_s = ends[name].end_s + lane.latency_s + last_batch_s, last_batch_s
             ends[lane.name] = Arrival(end_s, spread_s)

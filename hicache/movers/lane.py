@@ -426,8 +426,8 @@ class Lane:
                     self._measured_at = self.clock.monotonic()
                     self._exposed = True
                 self._in_flight_pages += len(begun)
-                # What goes by layers is copied a part of a page at a time.
-                transfer._copying_pages = min(room, -(-len(begun) // transfer.num_layers))
+                # What goes by layers is copied two layers at a time.
+                transfer._copying_pages = min(room, len(begun), -(-2 * len(begun) // transfer.num_layers))
                 self._copying_pages += transfer._copying_pages
                 batch += begun
             if batch:

@@ -11,11 +11,12 @@ import pytest
 
 from hicache.errors import BadRequest
 from hicache.movers import LaneSpeed, PageMove, Priority, Transfer
-from hicache.movers.meeting import Meeting, meet
+from hicache.movers.meeting import Meeting
 from hicache.planner import Choice, PageRange, Route, TierRun, plan
 from hicache.prefill import PrefillCurve, PrefillSpeed
 from hicache.tier import DEVICE, HOST, NVME, TierId
 from tests.hicache.lanes import Rig
+from tests.hicache.meeting_loop import meet
 from tests.hicache.test_planner import CURVE, PAGE, TOKEN_BYTES, break_even, optimum
 from tests.simulation import Faults, World, run_simulated, seeds
 

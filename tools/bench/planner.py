@@ -1,8 +1,10 @@
-"""The planner's rows of `hicache bench policy`: plans carried out in virtual time, beside the optimum in closed form.
+"""The planner's rows of `hicache bench policy`: prompts served from both ends, beside the optimum in closed form.
 
-A prefix lies on a disk behind a real lane, of which is known what a few small copies showed; the engine computes at the
-speed published for a model of 8 thousand million parameters on one H100, in steps of 512 tokens. The disk's bandwidth
-is given as a multiple of break-even, at which loading everything takes as long as computing everything:
+A prefix lies on a disk alone, in a cache as it is with the lanes and sequences that serve, in virtual time. Of the disk
+is known what one other prompt showed that was loaded from it; of the engine, what its first steps showed. It computes
+at the speed published for a model of 8 thousand million parameters on one H100, in steps of 512 tokens, and asks before
+each how far to go. The disk's bandwidth is given as a multiple of break-even, at which loading everything takes as long
+as computing everything; the way from the host to the device has 55 GB/s:
 
     bandwidth   0.5, 0.7, 1, 1.4, 2, 4, 8 x break-even
     prefix      2,048, 8,192, 32,768 tokens in pages of 16, which are 2 MiB each
@@ -14,17 +16,21 @@ The optimum computes x tokens while the rest is loaded, so that both end at once
 
 import asyncio
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hicache.movers import Lane, PageMove, Priority
-from hicache.movers.meeting import Meeting, meet
-from hicache.planner import PageRange, TierRun, plan, routes_to
+import numpy as np
+import numpy.typing as npt
+
+from hicache.cache import Cache
+from hicache.deciding import PrefillSpeeds
+from hicache.layout import KVDtype, KVLayout
+from hicache.namespace import Namespace
 from hicache.prefill import PrefillCurve, PrefillSpeed
-from hicache.tier import HOST, NVME, PageIdentity
+from hicache.sequence import Sequence
+from hicache.tier import DEVICE, HOST, NVME
 from hicache.tools.bench.results import Baseline, Row
-from hicache.tools.bench.virtual import TimedHost, TimedTier, VirtualClock, run_virtual
+from hicache.tools.bench.virtual import TimedDevice, TimedHost, TimedTier, VirtualClock, run_virtual
 
 CURVE: Final = PrefillCurve(token_s=22.6e-6, attend_s=0.452e-9)
 PAGE_SIZE: Final = 16
@@ -33,8 +39,13 @@ BANDWIDTHS: Final = (0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
 """As multiples of break-even."""
 LENGTHS: Final = (2048, 8192, 32_768)
 """Tokens."""
-_BATCH_PAGES: Final = 16
-_NOBODY: Final = PageIdentity(bytes(32), bytes(32), b"")
+BUS_PAGE_S: Final = (2 << 20) / 55e9
+BUS_LATENCY_S: Final = 2e-5
+OTHER_TOKENS: Final = CHUNK_TOKENS * PrefillSpeed.SETTLED
+"""Of the prompt that shows what the engine and the disk can do."""
+DEADLINE_S: Final = 1e6
+_LAYOUT: Final = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=KVDtype.INT8, page_size=PAGE_SIZE)
+_MODEL: Final = Namespace(model="published", layout=_LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +62,12 @@ class Point:
 
 
 def measure(num_tokens: int, bandwidth: float) -> Point:
-    """Carry out what the planner plans for a prefix."""
+    """Serve a prefix."""
     compute_s = CURVE.seconds(0, num_tokens)
     token_s = compute_s / num_tokens / bandwidth
     linear = CURVE.token_s + token_s
     computed = (math.sqrt(linear**2 + 4 * CURVE.attend_s * token_s * num_tokens) - linear) / (2 * CURVE.attend_s)
-    ours = run_virtual(lambda clock: _carry_out(clock, num_tokens // PAGE_SIZE, token_s * PAGE_SIZE))
+    ours = run_virtual(lambda clock: _serve(clock, num_tokens, token_s * PAGE_SIZE))
     return Point(
         num_tokens, bandwidth, ours, token_s * (num_tokens - computed), min(compute_s, token_s * num_tokens)
     )
@@ -77,37 +88,48 @@ def planner_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-async def _carry_out(clock: VirtualClock, num_pages: int, page_s: float) -> float:
-    """Seconds until a prefix is there."""
-    disk = TimedTier(NVME, capacity_pages=num_pages, page_s=page_s)
-    host = TimedHost(HOST, capacity_pages=num_pages)
-    lane = Lane(disk, host, clock=clock, batch_pages=_BATCH_PAGES)
-    moves = [PageMove(page, 0, page, 0, _NOBODY) for page in range(num_pages)]
-    disk.allocate(num_pages)
-    host.allocate(num_pages)
-    prefill = PrefillSpeed()
-    for start in range(0, 16_384, 1024):
-        prefill.add(start, start + CHUNK_TOKENS, CURVE.seconds(start, start + CHUNK_TOKENS))
+async def _serve(clock: VirtualClock, num_tokens: int, page_s: float) -> float:
+    """Seconds until a prefix is there whose pages take so long on the disk."""
+    num_pages = 2 * (num_tokens + OTHER_TOKENS) // PAGE_SIZE
+    page_bytes = _LAYOUT.page_bytes
+    disk = TimedTier(NVME, capacity_pages=num_pages, page_s=0.0, page_bytes=page_bytes)
+    host = TimedHost(HOST, capacity_pages=num_pages, page_bytes=page_bytes)
+    device = TimedDevice(
+        DEVICE, capacity_pages=num_pages, page_s=BUS_PAGE_S, latency_s=BUS_LATENCY_S, page_bytes=page_bytes
+    )
+    tiers = {DEVICE: device, HOST: host, NVME: disk}
+    prefix = np.arange(num_tokens + 1, dtype=np.int32)
+    other = np.arange(OTHER_TOKENS + 1, dtype=np.int32)[::-1]
+    async with Cache(_LAYOUT, tiers, clock=clock, prefill=PrefillSpeeds()) as cache:
+        for tokens in (other, prefix):
+            await _prefill(cache, tokens)
+        await _to_disk(cache)
+        disk.page_s = page_s
+        (await Sequence.open(cache, _MODEL, other, owner="bench", deadline=DEADLINE_S)).close()
+        return await _prefill(cache, prefix)
 
-    async def compute(pages: PageRange) -> None:
-        await asyncio.sleep(CURVE.seconds(pages.start * PAGE_SIZE, pages.stop * PAGE_SIZE))
 
-    async def load(pages: PageRange) -> Sequence[bool]:
-        transfer = await lane.submit(moves[pages.start : pages.stop], priority=Priority.DEMAND)
-        return (await transfer.wait()).ok
+async def _prefill(cache: Cache, tokens: npt.NDArray[np.int32]) -> float:
+    """Serve a prompt but for its last token. Returns the seconds that took."""
+    began = cache.clock.monotonic()
+    sequence = await Sequence.open(
+        cache, _MODEL, tokens, owner="bench", deadline=DEADLINE_S, chunk_tokens=CHUNK_TOKENS
+    )
+    try:
+        while sequence.length < len(tokens) - 1:
+            num_tokens = await sequence.next_step(CHUNK_TOKENS, deadline=DEADLINE_S)
+            start, stop = sequence.length, min(sequence.length + num_tokens, len(tokens) - 1)
+            if start < stop:
+                step = await sequence.begin(tokens[start:stop], deadline=DEADLINE_S)
+                await asyncio.sleep(CURVE.seconds(start, stop))
+                sequence.commit(step)
+        return cache.clock.monotonic() - began
+    finally:
+        sequence.close()
 
-    async with asyncio.TaskGroup() as group:
-        group.create_task(lane.run())
-        for num_warm in range(1, _BATCH_PAGES + 1):
-            await (await lane.submit(moves[:num_warm], priority=Priority.DEMAND)).wait()
-        began = clock.monotonic()
-        runs = [TierRun(NVME, num_pages)]
-        routes = routes_to(HOST, [lane])
-        found = plan(runs, routes, prefill.curve, page_size=PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
-        meeting = Meeting(
-            found, page_size=PAGE_SIZE, prefill=prefill, chunk_tokens=CHUNK_TOKENS, load_pages=_BATCH_PAGES, now=began
-        )
-        await meet(meeting, compute=compute, load=load, clock=clock)
-        seconds = clock.monotonic() - began
-        await lane.close(drain_until=None)
-    return seconds
+
+async def _to_disk(cache: Cache) -> None:
+    """Let everything leave device and host."""
+    for tier_id in (DEVICE, HOST):
+        num_pages = cache.tiers[tier_id].capacity_pages
+        cache.free({tier_id: await cache.allocate(tier_id, num_pages, deadline=DEADLINE_S)})

@@ -1,203 +1,143 @@
-"""The planner with a real model and a throttled disk: the rows `planner_demo_off` and `planner_demo_gain`.
+"""Both ends with a real model and a throttled disk: the rows `planner_demo_off` and `planner_demo_gain`.
 
-SmolLM2-135M in float32 on one core computes a prefix of 1,536 tokens in steps of 128, which teach it its speed. The KV
-of all pages lies in a file, whose reads are slowed down to break-even: loading everything takes as long as computing
-everything took. Then rounds alternate between computing everything, and what the planner plans, carried out by the
-lanes into the host tier while the model computes in a thread. After each round the next token's logits are computed
-over what was computed and loaded, and must be those of the plain model.
+SmolLM2-135M computes, in float32 on one core and in 12 steps of 128 tokens, a prompt of 1,537 tokens through the
+embedded cache and its transformers engine. Its KV lies on the NVMe tier alone: each round opens the cache anew over the
+same directory. A round computes the prompt under a salt that nothing is cached for, which teaches the cache what
+computing costs, and throttles the disk to break-even, so that loading everything takes as long as that took. A few
+short prompts are loaded, which show how slow the disk is. Then the prompt is asked for as it is stored, and served from
+both ends. The logits of its last token must be those of the round's first half.
 
-The optimum is that of two ends for the steps as they were timed in the same rounds, and the file as it is throttled.
-Needs two idle cores: one for the model, one for everything else.
+The optimum is that of two ends for the steps as they were timed in the same round, and the disk as it is throttled. The
+round with the median ratio to it is shown. Needs two idle cores: one for the model, one for everything else.
 """
 
-import asyncio
-import os
 import tempfile
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from hicache.clock import SystemClock
-from hicache.movers import Lane, PageMove, Priority
-from hicache.movers.meeting import Meeting, meet
-from hicache.planner import PageRange, TierRun, plan, routes_to
-from hicache.prefill import PrefillSpeed
-from hicache.tier import HOST, NVME, Outcome, PageIdentity, PageRead
 from hicache.tools.bench.results import Baseline, Row
-from hicache.tools.bench.virtual import TimedTier
+from hicache.tools.bench.throttled import ThrottledFiles, throttled_nvme
+
+if TYPE_CHECKING:
+    from hicache.service.compose import HiCache
+    from hicache.service.engines.transformers import TransformersEngine
 
 PAGE_SIZE: Final = 16
-CHUNK_TOKENS: Final = 128
+NUM_STEPS: Final = 12
+"""In which the prompt is computed, about: more than are needed for the cache to know what a step costs."""
+OTHER_TOKENS: Final = (32, 64, 128)
+"""Of the prompts that show how slow the disk is: latency and bandwidth can be told apart by several lengths."""
 TOLERANCE: Final = 5e-4
 """Largest accepted difference of a logit: two orders of adding up float32 differ by up to 8e-5."""
-_NOBODY: Final = PageIdentity(bytes(32), bytes(32), b"")
 
 
-class ThrottledFile(TimedTier):
-    """Pages in a file, one after the other, read no faster than `page_s` seconds each."""
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round took, in seconds."""
 
-    def __init__(self, descriptor: int, *, page_bytes: int, capacity_pages: int, page_s: float) -> None:
-        super().__init__(NVME, capacity_pages=capacity_pages, page_s=page_s)
-        self._descriptor = descriptor
-        self._bytes = page_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        return self._bytes
-
-    async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
-        wait_s = self._take_pipe(len(pages) * self._page_s)
-        began = perf_counter()
-        for page in pages:
-            await asyncio.to_thread(os.preadv, self._descriptor, [page.into], page.slot * self._bytes)
-        await asyncio.sleep(began + wait_s - perf_counter())
-        return [Outcome.OK] * len(pages)
+    computed: float
+    """To compute everything, and to load everything, as the disk is throttled to that."""
+    both: float
+    """From both ends."""
+    optimum: float
+    """The best that two ends can do."""
+    num_loaded: int
+    """Tokens that were loaded."""
 
 
-class DemoPrefix:
-    """A prefix of random tokens, and one request for it at a time. Loading the model takes seconds.
+class DemoPrompt:
+    """A prompt whose KV is on NVMe, and rounds that serve it. Loading the model takes seconds.
 
     Args:
-        num_tokens: of the prefix, a multiple of `PAGE_SIZE`. One more is asked for.
+        directory: of the NVMe tier.
+        num_tokens: of the prompt but for its last one, a multiple of `PAGE_SIZE` and at least `NUM_STEPS` pages.
+
+    Raises `UsageProblem` or `CommandFailed` when the demo's model is not installed.
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, directory: Path, num_tokens: int) -> None:
         from hicache.tools.demo.model import find_model, quiet_transformers
 
-        transformers = quiet_transformers()
+        quiet_transformers()
         import torch
 
         from hicache.service.engines.models import load_model
+        from hicache.service.engines.transformers import layout_of
 
-        self._torch = torch
-        self._new_cache = transformers.DynamicCache
         self._model: Any = load_model(find_model(None))
-        self.num_pages: Final = num_tokens // PAGE_SIZE
-        self._num_tokens = num_tokens
+        self._layout: Final = layout_of(self._model, page_size=PAGE_SIZE)
+        self._directory: Final = directory
+        self._files: Final = ThrottledFiles()
+        self.num_tokens: Final = num_tokens
+        self._chunk_tokens: Final = num_tokens // NUM_STEPS // PAGE_SIZE * PAGE_SIZE
         generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(0, self._model.config.vocab_size, (1, num_tokens + 1), generator=generator)
-        self.prefill: Final = PrefillSpeed()
-        self.steps: list[list[float]] = [[] for _ in range(0, num_tokens, CHUNK_TOKENS)]
-        """Seconds that each step took, of all times that everything was computed."""
-        self._cache: Any = None
-        self.compute_all()
-        self.steps = [[] for _ in self.steps]
-        self.compute_all()
-        self._expected = self._next_logits()
-        self.pages: Final = self._pages()
-        """`[num_pages, page_bytes]`, uint8."""
+        size = self._model.config.vocab_size
+        self._ids: Final = torch.randint(0, size, (num_tokens + 1,), generator=generator).numpy()
+        self._others: Final = [torch.randint(0, size, (n + 1,), generator=generator).numpy() for n in OTHER_TOKENS]
+        with self._opened() as (cache, engine):
+            for ids in (self._ids, *self._others):
+                with engine.request(ids) as request:
+                    request.prefill()
+                cache.persist(engine.namespace, ids)
 
-    def compute_all(self) -> float:
-        """Compute the prefix in steps. Returns the seconds that took."""
-        self._cache = self._new_cache()
-        for number, start in enumerate(range(0, self._num_tokens, CHUNK_TOKENS)):
-            stop = min(start + CHUNK_TOKENS, self._num_tokens)
-            began = perf_counter()
-            self._forward(start, stop)
-            seconds = perf_counter() - began
-            self.steps[number].append(seconds)
-            self.prefill.add(start, stop, seconds)
-        return sum(times[-1] for times in self.steps)
+    def round(self) -> Round:
+        """Compute the prompt, then serve it from both ends.
 
-    def optimum(self, page_s: float) -> float:
-        """Seconds until both ends meet, where computing goes as its steps did and a page is loaded in `page_s`."""
-        borders = np.minimum(np.arange(len(self.steps) + 1) * CHUNK_TOKENS, self._num_tokens)
-        computed_s = np.concatenate([[0.0], np.cumsum([median(times) for times in self.steps])])
-        tokens = np.arange(self._num_tokens + 1)
-        both = np.maximum(np.interp(tokens, borders, computed_s), (self._num_tokens - tokens) * page_s / PAGE_SIZE)
-        return float(both.min())
-
-    async def carry_out(self, disk: ThrottledFile) -> float:
-        """Plan, and compute and load as planned. Returns the seconds that took.
-
-        Raises `AssertionError` when the next token's logits are not those of the plain model.
+        Raises `AssertionError` when the logits differ.
         """
-        from hicache.tiers.host import HostTier
-
-        clock = SystemClock()
-        self._cache = self._new_cache()
-        host = HostTier(page_bytes=disk.page_bytes, capacity_pages=self.num_pages, huge_pages=False)
-        try:
-            lane = Lane(disk, host, clock=clock, batch_pages=8)
-            slots = host.allocate(self.num_pages).tolist()
-            moves = [PageMove(page, 0, slot, 0, _NOBODY) for page, slot in enumerate(slots)]
-            loaded: set[int] = set()
-
-            def join(stop: int) -> None:
-                """Append what was loaded to what the model attends over, up to a page."""
-                first = self._cache.get_seq_length() // PAGE_SIZE
-                if first < stop:
-                    assert loaded >= set(range(first, stop))
-                    self._append([np.frombuffer(host.view(moves[page].target_slot), np.uint8)
-                                  for page in range(first, stop)])  # fmt: skip
-
-            def compute_pages(pages: PageRange) -> None:
-                join(pages.start)
-                self._forward(pages.start * PAGE_SIZE, pages.stop * PAGE_SIZE)
-
-            async def compute(pages: PageRange) -> None:
-                await asyncio.to_thread(compute_pages, pages)
-
-            async def load(pages: PageRange) -> Sequence[bool]:
-                transfer = await lane.submit(moves[pages.start : pages.stop], priority=Priority.DEMAND)
-                ok = (await transfer.wait()).ok
-                loaded.update(page for page, good in zip(range(pages.start, pages.stop), ok, strict=True) if good)
-                return ok
-
-            async with asyncio.TaskGroup() as group:
-                group.create_task(lane.run())
-                for num_warm in (1, 2, 4):
-                    await (await lane.submit(moves[:num_warm], priority=Priority.DEMAND)).wait()
-                began = clock.monotonic()
-                found = plan([TierRun(NVME, self.num_pages)], routes_to(HOST, [lane]), self.prefill.curve,
-                             page_size=PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)  # fmt: skip
-                meeting = Meeting(found, page_size=PAGE_SIZE, prefill=self.prefill, chunk_tokens=CHUNK_TOKENS,
-                                  load_pages=8, now=began)  # fmt: skip
-                await meet(meeting, compute=compute, load=load, clock=clock)
-                join(self.num_pages)
-                seconds = clock.monotonic() - began
-                await lane.close(drain_until=None)
-        finally:
-            await host.close()
-        difference = float((self._next_logits() - self._expected).abs().max())
+        self._files.byte_s = 0.0
+        with self._opened() as (_, engine):
+            seconds, expected, _ = self._serve(engine, salt=b"nothing is cached for it")
+            self._files.byte_s = sum(seconds) / (self.num_tokens // PAGE_SIZE * self._layout.page_bytes)
+            for ids in self._others:
+                with engine.request(ids):
+                    pass
+            both, logits, num_loaded = self._serve(engine)
+        difference = float((logits - expected).abs().max())
         assert difference <= TOLERANCE, f"logits differ by {difference}"
-        return seconds
+        return Round(sum(seconds), sum(both), self._optimum(seconds), num_loaded)
 
-    # -- the model ----------------------------------------------------------------------------------------------------
+    def _serve(self, engine: "TransformersEngine", salt: bytes = b"") -> tuple[list[float], Any, int]:
+        """Seconds from one step's end to the next, the last token's logits, and how many tokens were loaded."""
+        ends = [perf_counter()]
+        with engine.request(self._ids, namespace=replace(engine.namespace, salt=salt)) as request:
+            logits = request.prefill(progress=lambda *_: ends.append(perf_counter()))
+            return np.diff(ends).tolist(), logits, request.cached
 
-    def _forward(self, start: int, stop: int) -> Any:
-        with self._torch.inference_mode():
-            return self._model(input_ids=self._ids[:, start:stop], cache=self._cache, logits_to_keep=1).logits[0, -1]
+    def _optimum(self, seconds: list[float]) -> float:
+        """Seconds until both ends meet, and the last token is computed."""
+        borders = [*range(0, self.num_tokens, self._chunk_tokens), self.num_tokens]
+        computed = np.interp(np.arange(self.num_tokens + 1), borders, np.cumsum([0.0, *seconds[: len(borders) - 1]]))
+        token_s = sum(seconds) / self.num_tokens
+        meeting = np.maximum(computed, (self.num_tokens - np.arange(self.num_tokens + 1)) * token_s)
+        return float(meeting.min()) + sum(seconds[len(borders) - 1 :])
 
-    def _next_logits(self) -> Any:
-        return self._forward(self._num_tokens, self._num_tokens + 1).clone()
+    @contextmanager
+    def _opened(self) -> "Iterator[tuple[HiCache, TransformersEngine]]":
+        from hicache.service.compose import HiCache
+        from hicache.service.engines.transformers import TransformersEngine
 
-    def _pages(self) -> npt.NDArray[np.uint8]:
-        """What is in the model's cache, page by page: `[layer][K, V][token][head][dim]`."""
-        layers = [
-            self._torch.stack([layer.keys[0], layer.values[0]])[:, :, : self._num_tokens].transpose(1, 2)
-            for layer in self._cache.layers
-        ]
-        whole = self._torch.stack(layers)
-        whole = whole.reshape(*whole.shape[:2], self.num_pages, PAGE_SIZE, *whole.shape[3:]).movedim(2, 0).contiguous()
-        found: npt.NDArray[np.uint8] = whole.numpy().reshape(self.num_pages, -1).view(np.uint8)
-        return found
-
-    def _append(self, pages: Sequence[npt.NDArray[np.uint8]]) -> None:
-        config = self._model.config
-        shape = (len(pages), config.num_hidden_layers, 2, PAGE_SIZE, config.num_key_value_heads, config.head_dim)
-        block = self._torch.from_numpy(np.stack(pages).view(np.float32).reshape(shape).copy())
-        for layer in range(config.num_hidden_layers):
-            # [pages, K/V, tokens, heads, dim] -> [K/V, heads, pages * tokens, dim]
-            both = block[:, layer].permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous()
-            self._cache.update(both[0:1], both[1:2], layer)
+        # Room for the prompt twice and for the others, so that nothing has to leave while it is timed.
+        num_pages = 2 * (self.num_tokens // PAGE_SIZE + 1) + sum(OTHER_TOKENS) // PAGE_SIZE + 4
+        num_bytes = num_pages * self._layout.page_bytes
+        with (
+            throttled_nvme(self._files),
+            HiCache.open(
+                self._layout, device_bytes=num_bytes, host_bytes=num_bytes, nvme_dir=self._directory,
+                nvme_bytes=2 * num_bytes + (256 << 20), prefill="measure",
+            ) as cache,
+            TransformersEngine(self._model, cache, chunk_size=self._chunk_tokens) as engine,
+        ):  # fmt: skip
+            yield cache, engine
 
 
-def planner_demo_rows(*, num_tokens: int = 1536, num_rounds: int = 3) -> list[Row]:
+def planner_demo_rows(*, num_tokens: int = 1536, num_rounds: int = 5) -> list[Row]:
     """Rows `planner_demo_off` and `planner_demo_gain`. Takes a minute or two.
 
     Raises `UsageProblem` or `CommandFailed` when the demo's model is not installed.
@@ -207,27 +147,15 @@ def planner_demo_rows(*, num_tokens: int = 1536, num_rounds: int = 3) -> list[Ro
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measured(DemoPrefix(num_tokens), num_rounds)
+        with tempfile.TemporaryDirectory() as directory:
+            prompt = DemoPrompt(Path(directory) / "nvme", num_tokens)
+            rounds = sorted((prompt.round() for _ in range(num_rounds)), key=lambda each: each.both / each.optimum)
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _measured(prefix: DemoPrefix, num_rounds: int) -> list[Row]:
-    page_bytes = prefix.pages.shape[1]
-    with tempfile.TemporaryFile() as file:
-        file.write(prefix.pages.tobytes())
-        file.flush()
-        page_s = sum(median(times) for times in prefix.steps) / prefix.num_pages
-        alone, ours = list[float](), list[float]()
-        for _ in range(num_rounds):
-            alone.append(prefix.compute_all())
-            disk = ThrottledFile(file.fileno(), page_bytes=page_bytes, capacity_pages=prefix.num_pages, page_s=page_s)
-            ours.append(asyncio.run(prefix.carry_out(disk)))
-    seconds, optimum = median(ours), prefix.optimum(page_s)
-    single = min(median(alone), page_s * prefix.num_pages)
+    found = rounds[num_rounds // 2]
     return [
-        Row("planner_demo_off", seconds, "s", Baseline("two ends at their best", optimum), optimum, 1.1,
+        Row("planner_demo_off", found.both, "s", Baseline("two ends at their best", found.optimum), found.optimum, 1.1,
             goal_is_ratio=True),
-        Row("planner_demo_gain", single / seconds, "x", Baseline("better single choice", 1.0), single / optimum, 1.7,
-            higher_is_better=True),
+        Row("planner_demo_gain", found.computed / found.both, "x", Baseline("better single choice", 1.0),
+            found.computed / found.optimum, 1.7, higher_is_better=True),
     ]  # fmt: skip

@@ -7,15 +7,15 @@ machine does meanwhile.
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots, TierId
 from hicache.tiers.slots import SlotPool
 
 T = TypeVar("T")
 
-PAGE: bytes = bytes(16)
-"""What a page has in memory here. How long it takes to copy is its tier's matter."""
+PAGE_BYTES: Final = 16
+"""What a page has in memory here, where nothing else is asked for. How long it takes to copy is its tier's matter."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -108,11 +108,19 @@ class TimedTier(SlotsOnly):
     """
 
     def __init__(
-        self, tier_id: TierId, *, capacity_pages: int, page_s: float, latency_s: float = 0.0, num_layers: int = 1
+        self,
+        tier_id: TierId,
+        *,
+        capacity_pages: int,
+        page_s: float,
+        latency_s: float = 0.0,
+        num_layers: int = 1,
+        page_bytes: int = PAGE_BYTES,
     ) -> None:
-        super().__init__(tier_id, capacity_pages=capacity_pages, page_bytes=len(PAGE))
+        super().__init__(tier_id, capacity_pages=capacity_pages, page_bytes=page_bytes)
         self.num_layers = num_layers
-        self._page_s = page_s
+        self.page_s = page_s
+        """Seconds of one page in the pipe; may be changed at any time."""
         self._latency_s = latency_s
         self._pipe_free_at = 0.0
 
@@ -129,7 +137,7 @@ class TimedTier(SlotsOnly):
         return self._outcome(slot, generation)
 
     async def _pass(self, num_pages: int) -> list[Outcome]:
-        await asyncio.sleep(self._take_pipe(num_pages * self._page_s))
+        await asyncio.sleep(self._take_pipe(num_pages * self.page_s))
         return [Outcome.OK] * num_pages
 
     def _take_pipe(self, seconds: float) -> float:
@@ -150,7 +158,7 @@ class TimedLayerWrites:
     def start_layer(self, layer: int) -> asyncio.Future[list[Outcome]]:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[list[Outcome]] = loop.create_future()
-        seconds = self._tier._take_pipe(self._num_pages * self._tier._page_s / self._tier.num_layers)
+        seconds = self._tier._take_pipe(self._num_pages * self._tier.page_s / self._tier.num_layers)
         loop.call_later(seconds, ended.set_result, [Outcome.OK] * self._num_pages)
         return ended
 
@@ -158,14 +166,22 @@ class TimedLayerWrites:
         """Nothing is held."""
 
 
+class TimedDevice(TimedTier):
+    """A pool that sequences fill in place."""
+
+    async def copy_page(self, source_slot: int, target_slot: int) -> Outcome:
+        await asyncio.sleep(self._take_pipe(self.page_s))
+        return Outcome.OK
+
+
 class TimedHost(TimedTier):
     """Memory: one end of every lane, which takes no time of its own."""
 
-    def __init__(self, tier_id: TierId, *, capacity_pages: int) -> None:
-        super().__init__(tier_id, capacity_pages=capacity_pages, page_s=0.0)
+    def __init__(self, tier_id: TierId, *, capacity_pages: int, page_bytes: int = PAGE_BYTES) -> None:
+        super().__init__(tier_id, capacity_pages=capacity_pages, page_s=0.0, page_bytes=page_bytes)
 
     def view(self, slot: int) -> memoryview:
-        return memoryview(bytearray(PAGE))
+        return memoryview(bytearray(self.page_bytes))
 
     def check(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
         return self._outcome(slot, generation)

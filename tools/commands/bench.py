@@ -54,7 +54,7 @@ def _movers(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     from hicache.tools.bench import movers
 
     scale = movers.Scale(divisor=args.scale)
-    return lambda report, note: movers.run(report, scale)
+    return lambda report, note: movers.run(report, note, scale)
 
 
 def _codec(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
