@@ -3,9 +3,9 @@
 A shadow says what the tier would hold and find had it been kept by LRU: an LRU list of prefixes with the tier's
 capacity, without pages. The inner policy may make the tier differ from it, by a number of pages that it earns:
 
-    apart    pages that the shadow holds and the tier does not: what the inner policy bets on
-    balance  pages found by the tier, less those found by the shadow but for the share `TOLERANCE`; at most `CREDIT` of
-             the capacity
+    apart    pages that left the tier and that the shadow still holds: what the inner policy bets on
+    balance  pages found by the tier or a faster one, less those found by the shadow but for the share `TOLERANCE`; at
+             most `CREDIT` of the capacity
     slack    how far apart both may be: `START` of the capacity and `GAIN` times the balance, and not below 0
 
 Victims come in the order of the inner policy while one page more would be within the slack, else in LRU order, which
@@ -27,7 +27,16 @@ from zlib import crc32
 from hicache.collector import untrack
 from hicache.errors import BadRequest
 from hicache.node import Box, Node
-from hicache.policy.base import EvictionPolicy, HearsHints, HearsResidency, HearsShape, HearsUses, Hint, Use
+from hicache.policy.base import (
+    EvictionPolicy,
+    HearsCapacity,
+    HearsHints,
+    HearsResidency,
+    HearsShape,
+    HearsUses,
+    Hint,
+    Use,
+)
 from hicache.policy.history import prefix_of
 from hicache.policy.lru import LruPolicy
 
@@ -58,12 +67,11 @@ class GuardedPolicy:
         self._inner_uses = inner if isinstance(inner, HearsUses) else None
         self._inner_shape = inner if isinstance(inner, HearsShape) else None
         self._inner_residency = inner if isinstance(inner, HearsResidency) else None
+        self._inner_capacity = inner if isinstance(inner, HearsCapacity) else None
         self._inner_hints = inner if isinstance(inner, HearsHints) else None
         self._lru = LruPolicy()
         self._shadow = _Shadow(capacity_pages, shadow_max)
-        self._fresh: dict[Box, bool] = {}  # every node of the tier: whether the use that brought it is still to be told
         self._listed: dict[Box, None] = {}
-        untrack(self._fresh)
         untrack(self._listed)
         self._capacity = capacity_pages
         self._balance = 0.0  # pages
@@ -96,27 +104,21 @@ class GuardedPolicy:
         self._inner.touch(node, now)
 
     def split(self, upper: Node, lower: Node) -> None:
-        if lower.box in self._fresh:
-            self._fresh[upper.box] = self._fresh[lower.box]
-        self._shadow.split(upper, lower, lower.box in self._fresh)
+        self._shadow.split(upper, lower)
         if self._inner_shape is not None or lower.box in self._listed:
             self._inner.split(upper, lower)
 
     def entered(self, node: Node) -> None:
-        self._fresh[node.box] = True
         self._shadow.entered(node)
         if self._inner_residency is not None:
             self._inner_residency.entered(node)
 
     def left(self, node: Node) -> None:
-        del self._fresh[node.box]
         self._shadow.left(node)
         if self._inner_residency is not None:
             self._inner_residency.left(node)
 
     def joined(self, upper: Node, lower: Node) -> None:
-        if self._fresh.pop(upper.box, False):
-            self._fresh[lower.box] = True
         self._shadow.joined(upper, lower)
         if self._inner_shape is not None:
             self._inner_shape.joined(upper, lower)
@@ -125,21 +127,27 @@ class GuardedPolicy:
         if self._inner_hints is not None:
             self._inner_hints.hinted(path, hint, now)
 
+    def resized(self, capacity_pages: int) -> None:
+        self._balance *= capacity_pages / self._capacity
+        self._capacity = self._shadow.capacity_pages = capacity_pages
+        if self._inner_capacity is not None:
+            self._inner_capacity.resized(capacity_pages)
+
     def used(self, use: Use) -> None:
-        shadow, fresh = self._shadow, self._fresh
+        shadow, found_pages = self._shadow, use.found_pages
+        begin = sum([node.num_pages for node in use.path])
         real_pages = shadow_pages = 0
         # Tail before head, so that heads leave the shadow last.
         for node in reversed(use.path):
-            is_fresh = fresh.get(node.box)
-            if is_fresh:
-                fresh[node.box] = False
+            begin -= node.num_pages
             if shadow.samples(node):
-                shadow_pages += shadow.use(node, is_fresh is not None)
-                if is_fresh is False:
-                    real_pages += node.num_pages
+                shadow_pages += shadow.use(node)
+                if found_pages is not None:
+                    real_pages += min(max(0, found_pages - begin), node.num_pages)
         shadow.shrink()
-        balance = self._balance + (real_pages - (1 - TOLERANCE) * shadow_pages) / shadow.share
-        self._balance = min(max(balance, -START / GAIN * self._capacity), CREDIT * self._capacity)
+        if found_pages is not None:
+            balance = self._balance + (real_pages - (1 - TOLERANCE) * shadow_pages) / shadow.share
+            self._balance = min(max(balance, -START / GAIN * self._capacity), CREDIT * self._capacity)
         if self._inner_uses is not None:
             self._inner_uses.used(use)
 
@@ -154,89 +162,77 @@ class _Held:
     """A prefix that LRU would hold."""
 
     num_pages: int
-    in_tier: bool
+    has_left: bool = False
+    """Whether the tier has given it up since its last use."""
 
 
 class _Shadow:
-    """An LRU list of the prefixes that a sample holds, and which of them the tier holds."""
+    """An LRU list of the prefixes that a sample holds, and which of them have left the tier."""
 
     def __init__(self, capacity_pages: int, shadow_max: int) -> None:
-        self._held: OrderedDict[bytes, _Held] = OrderedDict()  # used longest ago first
-        self._pages = 0
-        self._capacity = capacity_pages
-        self._shadow_max = shadow_max
+        self.capacity_pages = capacity_pages
+        """Of the whole tier."""
         self.pages_apart = 0
-        """Pages of the sample that LRU would hold and the tier does not."""
+        """Pages of the sample that LRU would hold and that have left the tier."""
         self.share = 1.0
         """Of all prefixes, those in the sample."""
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()  # used longest ago first
+        self._pages = 0
+        self._shadow_max = shadow_max
 
     def __len__(self) -> int:
         return len(self._held)
 
     def samples(self, node: Node) -> bool:
         """Whether a node is in the sample."""
-        return self.share == 1.0 or _hash(prefix_of(node)) < self.share * _HASHES
+        return self.share == 1.0 or crc32(prefix_of(node)) < self.share * _HASHES
 
-    def use(self, node: Node, in_tier: bool) -> int:
+    def use(self, node: Node) -> int:
         """A node of the sample was used. Returns how many of its pages LRU would have had."""
         prefix, num_pages = prefix_of(node), node.num_pages
         known = self._drop(prefix)
-        self._hold(prefix, num_pages, in_tier)
+        self._hold(prefix, _Held(num_pages))
         return min(known, num_pages)
 
     def left(self, node: Node) -> None:
         """The tier does not hold the node any longer."""
-        held = self._held.get(prefix_of(node))
-        if held is not None and held.in_tier:
-            held.in_tier = False
-            self.pages_apart += held.num_pages
+        self._mark(node, True)
 
     def entered(self, node: Node) -> None:
         """The tier holds the node from now on."""
-        held = self._held.get(prefix_of(node))
-        if held is not None and not held.in_tier:
-            held.in_tier = True
-            self.pages_apart -= held.num_pages
+        self._mark(node, False)
 
     def shrink(self) -> None:
         """Drop what LRU would have evicted, and the half of a sample that has grown too large."""
-        while self._pages > self._capacity * self.share and self._held:
+        while self._pages > self.capacity_pages * self.share and self._held:
             self._drop(next(iter(self._held)))
         while len(self._held) > self._shadow_max:
             self.share /= 2
             below = self.share * _HASHES
-            for prefix in [each for each in self._held if _hash(each) >= below]:
+            for prefix in [each for each in self._held if crc32(each) >= below]:
                 self._drop(prefix)
 
-    def split(self, upper: Node, lower: Node, in_tier: bool) -> None:
+    def split(self, upper: Node, lower: Node) -> None:
         """`upper` is new above `lower`, with pages that were its own."""
         held = self._held.get(prefix_of(lower))
         if held is None:
             return
-        gone = held.num_pages - min(held.num_pages, lower.num_pages)
-        held.num_pages -= gone
-        self._pages -= gone
-        if not held.in_tier:
-            self.pages_apart -= gone
+        self._resize(held, min(held.num_pages, lower.num_pages))
         if self.samples(upper):
             # Used no earlier than `lower`; in the order of the list it stands a little too well.
-            self._hold(prefix_of(upper), upper.num_pages, in_tier)
+            self._hold(prefix_of(upper), _Held(upper.num_pages, held.has_left))
 
     def joined(self, upper: Node, lower: Node) -> None:
         """`lower` is about to take the pages of `upper`."""
         self._drop(prefix_of(upper))
         held = self._held.get(prefix_of(lower))
         if held is not None:
-            held.num_pages += upper.num_pages
-            self._pages += upper.num_pages
-            if not held.in_tier:
-                self.pages_apart += upper.num_pages
+            self._resize(held, lower.num_pages + upper.num_pages)
 
-    def _hold(self, prefix: bytes, num_pages: int, in_tier: bool) -> None:
-        self._held[prefix] = _Held(num_pages, in_tier)
-        self._pages += num_pages
-        if not in_tier:
-            self.pages_apart += num_pages
+    def _hold(self, prefix: bytes, held: _Held) -> None:
+        self._held[prefix] = held
+        self._pages += held.num_pages
+        self.pages_apart += held.num_pages * held.has_left
 
     def _drop(self, prefix: bytes) -> int:
         """Forget a prefix; returns how many pages it had."""
@@ -244,10 +240,17 @@ class _Shadow:
         if held is None:
             return 0
         self._pages -= held.num_pages
-        if not held.in_tier:
-            self.pages_apart -= held.num_pages
+        self.pages_apart -= held.num_pages * held.has_left
         return held.num_pages
 
+    def _resize(self, held: _Held, num_pages: int) -> None:
+        more = num_pages - held.num_pages
+        held.num_pages = num_pages
+        self._pages += more
+        self.pages_apart += more * held.has_left
 
-def _hash(prefix: bytes) -> int:
-    return crc32(prefix)
+    def _mark(self, node: Node, has_left: bool) -> None:
+        held = self._held.get(prefix_of(node))
+        if held is not None and held.has_left != has_left:
+            held.has_left = has_left
+            self.pages_apart += held.num_pages if has_left else -held.num_pages
