@@ -13,22 +13,40 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hicache.kernels import launch
 from hicache.kernels.attend import PagedPart, attend
+from hicache.kernels.cascade import cascade_decode
 from hicache.kernels.compile_report import compile_case
 from hicache.kernels.decode import paged_decode
 from hicache.kernels.extend import paged_extend
 from hicache.kernels.forms import Case
 from hicache.kernels.gather import LayerPages, gather_pages, scatter_pages
 from hicache.kernels.merge import merge_states
+from hicache.kernels.mla import mla_decode
 from hicache.kernels.quant import KVLayers, gather_quantized, scatter_quantized
 from hicache.kernels.rope import Rope, rotate_pages
 from hicache.kernels.score import ball_of, min_max_of, page_scores
+from hicache.kernels.scoring import Scoring
+from hicache.kernels.splits import workspace_elements
+from hicache.kernels.state import AttentionState
 from tests.kernels.contexts import scatter_context, tensor
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say
+    """The operators of torch that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Gpu:
@@ -154,3 +172,83 @@ def test_scoring(launched: list[Any]) -> None:
     for summary in (min_max_of(pages, ids, 130), ball_of(pages, ids, 130)):
         page_scores(query, summary, path=launch.Path.TRITON)
     assert [kernel.name for kernel in launched] == ["_page_scores_kernel"] * 2
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor that has no values: whoever asks for one, as a host that waits for its GPU does, meets an error."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+STATE = AttentionState(on_meta(6, 8, 64, dtype=torch.float32), on_meta(6, 8, dtype=torch.float32))
+GIVEN: dict[str, Any] = {
+    "scale": 0.125, "output": on_meta(6, 8, 64), "lse": on_meta(6, 8, dtype=torch.float32),
+    "workspace": on_meta(workspace_elements(6, 8, 64, 5), dtype=torch.float32),
+}  # fmt: skip
+PAGES: dict[str, Any] = {
+    "pages": on_meta(40, 2, 16, 2, 64, dtype=torch.float8_e4m3fn),
+    "page_scales": on_meta(40, 2, 2, dtype=torch.float32),
+    "block_tables": on_meta(6, 7, dtype=torch.int32),
+}
+LENGTHS = on_meta(6, dtype=torch.int32)
+SINKS = on_meta(8, dtype=torch.float32)
+DECODE, EXTEND = "_paged_decode_kernel", "_paged_extend_kernel"
+MLA, MERGE = "_mla_decode_kernel", "_merge_states_kernel"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "arguments", "kernels"),
+    [
+        (
+            paged_decode,
+            GIVEN | PAGES | {
+                "query": on_meta(6, 8, 64), "seq_lens": LENGTHS, "query_positions": LENGTHS, "num_splits": 4,
+                "scoring": Scoring(soft_cap=9.0, window=99, keep_first=4, sinks=SINKS), "initial": STATE,
+            },
+            [DECODE, MERGE],
+        ),
+        (
+            cascade_decode,
+            GIVEN | PAGES | {
+                "query": on_meta(6, 8, 64), "seq_lens": LENGTHS, "group_indptr": on_meta(3, dtype=torch.int32),
+                "shared_tables": on_meta(2, 9, dtype=torch.int32), "shared_lens": on_meta(2, dtype=torch.int32),
+                "num_shared_splits": 3, "num_splits": 2, "scoring": Scoring(soft_cap=9.0, sinks=SINKS),
+            },
+            [DECODE, DECODE, MERGE],
+        ),
+        (
+            mla_decode,
+            GIVEN | {
+                "query": on_meta(6, 8, 80), "pages": on_meta(40, 16, 80), "latent_dim": 64, "seq_lens": LENGTHS,
+                "block_tables": PAGES["block_tables"], "num_splits": 5, "initial": STATE,
+                "scoring": Scoring(soft_cap=9.0, sinks=SINKS),
+            },
+            [MLA, MERGE],
+        ),
+        (
+            paged_extend,
+            {name: GIVEN[name] for name in ("scale", "output", "lse")} | PAGES | {
+                "query": on_meta(6, 8, 64), "indptr": on_meta(7, dtype=torch.int32), "prefix_lens": LENGTHS,
+                "key": on_meta(6, 2, 64), "value": on_meta(6, 2, 64), "first_positions": LENGTHS,
+                "scoring": Scoring(soft_cap=9.0, window=99, keep_first=4, sinks=SINKS),
+            },
+            [EXTEND],
+        ),
+    ],
+    ids=["decode", "cascade", "mla", "extend"],
+)  # fmt: skip
+def test_a_cuda_graph_can_capture_it(
+    launched: list[Any], wrapper: Callable[..., AttentionState], arguments: dict[str, Any], kernels: list[str]
+) -> None:
+    """With all buffers given nothing is allocated and no value on the device is looked at: tensors are only viewed."""
+    with Recorder() as recorder:
+        state = wrapper(**arguments)
+    assert state.output is arguments["output"]
+    assert state.lse is arguments["lse"]
+    assert all(operator.is_view for operator in recorder.operators), recorder.operators
+    assert [kernel.name for kernel in launched] == kernels
+
+
+def test_a_recorder_would_see_an_allocation() -> None:
+    with Recorder() as recorder:
+        on_meta(3)
+    assert not all(operator.is_view for operator in recorder.operators)

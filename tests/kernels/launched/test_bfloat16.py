@@ -4,6 +4,7 @@ The interpreter keeps bfloat16 as bit patterns, computes with the patterns, and 
 `EMULATE_BFLOAT16` makes the kernels cast before they compute and round before they narrow. Here it is off.
 """
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -15,7 +16,12 @@ from hicache.kernels.launch import Path
 from hicache.kernels.merge import merge_states, merge_states_reference
 from tests.kernels.contexts import assert_close, causal, relative_rms, scatter_context, tensor
 from tests.kernels.launched.device import DEVICE
+from tests.kernels.launched.test_cascade import cascade, make_sharing
+from tests.kernels.launched.test_cascade import compare as compare_sharing
 from tests.kernels.launched.test_merge import ERROR_MAX
+from tests.kernels.launched.test_mla import compare as compare_latents
+from tests.kernels.launched.test_mla import decode as decode_latents
+from tests.kernels.launched.test_mla import make_latents
 
 
 def attend_in_bfloat16(num_new: int) -> None:
@@ -36,6 +42,26 @@ def test_computing_with_bit_patterns_is_seen(num_new: int, monkeypatch: pytest.M
     monkeypatch.setattr(language, "EMULATE_BFLOAT16", False)
     with pytest.raises(AssertionError, match=r"relative RMS error|LSE is off"):
         attend_in_bfloat16(num_new)
+
+
+def mla_in_bfloat16() -> None:
+    latents = make_latents(Random(0), [63], dtype=torch.bfloat16)
+    compare_latents(decode_latents(latents), latents)
+
+
+def cascade_in_bfloat16() -> None:
+    sharing = make_sharing(Random(0), {40: [9, 3]}, dtype=torch.bfloat16)
+    compare_sharing(cascade(sharing), sharing)
+
+
+@pytest.mark.parametrize("attend", [mla_in_bfloat16, cascade_in_bfloat16])
+def test_in_the_other_kernels_too(attend: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE != "cpu":
+        return  # a GPU computes with bfloat16 itself
+    attend()
+    monkeypatch.setattr(language, "EMULATE_BFLOAT16", False)
+    with pytest.raises(AssertionError, match=r"relative RMS error|LSE is off"):
+        attend()
 
 
 def test_truncating_instead_of_rounding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.merge import merge_states, merge_states_reference
-from hicache.kernels.state import attention_reference
+from hicache.kernels.state import AttentionState, attention_reference
 from tests.kernels.contexts import DTYPES, HEAD_DIMS, relative_rms, tensor
 from tests.kernels.launched.batches import nans
 from tests.kernels.launched.device import DEVICE
@@ -69,6 +69,26 @@ def test_scores_far_apart() -> None:
         torch.testing.assert_close(state.lse.cpu(), torch.full((2, 1), strong))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_state_to_begin_with_is_one_more(dtype: torch.dtype) -> None:
+    """Summed last; strided, in part empty with NaN as output, and in place."""
+    random = Random(4)
+    outputs, lses = make_states(random, 4, 11, 3, 96, torch.float32)
+    expected = merge_states(outputs.to(DEVICE), lses.to(DEVICE), dtype=dtype)
+    wide, wide_lse = nans(11, 3, 100), nans(11, 5)
+    initial = AttentionState(wide[..., :96].to(DEVICE), wide_lse[:, :3].to(DEVICE))
+    initial.output.copy_(outputs[3])
+    initial.lse.copy_(lses[3])
+    actual = merge_states(outputs[:3].to(DEVICE), lses[:3].to(DEVICE), initial=initial, dtype=dtype)
+    assert torch.equal(actual.output, expected.output)
+    assert torch.equal(actual.lse, expected.lse)
+    merge_states(
+        outputs[:3].to(DEVICE), lses[:3].to(DEVICE), initial=initial, output=initial.output, lse=initial.lse
+    )
+    assert torch.equal(initial.output.to(dtype), expected.output)
+    assert torch.equal(initial.lse, expected.lse)
+
+
 def test_nan_in_a_part_that_counts_is_not_hidden() -> None:
     outputs, lses = torch.zeros(2, 1, 1, 64), torch.zeros(2, 1, 1)
     outputs[1] = torch.nan
@@ -124,4 +144,19 @@ OUTPUTS, LSES = torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 4)
 def test_what_does_not_fit_is_refused_by_name(argument: str, outputs: torch.Tensor, lses: torch.Tensor) -> None:
     with pytest.raises(BadArgument) as raised:
         merge_states(outputs.to(DEVICE), lses.to(DEVICE))
+    assert raised.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("argument", "initial"),
+    [
+        ("initial.output", AttentionState(OUTPUTS[0, :2], LSES[0])),
+        ("initial.output", AttentionState(OUTPUTS[0].half(), LSES[0])),
+        ("initial.lse", AttentionState(OUTPUTS[0], LSES[0, :, :3])),
+    ],
+)
+def test_a_state_that_does_not_fit_the_others_is_refused(argument: str, initial: AttentionState) -> None:
+    there = AttentionState(initial.output.to(DEVICE), initial.lse.to(DEVICE))
+    with pytest.raises(BadArgument) as raised:
+        merge_states(OUTPUTS.to(DEVICE), LSES.to(DEVICE), initial=there)
     assert raised.value.argument == argument
