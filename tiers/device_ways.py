@@ -133,7 +133,7 @@ def cuda_copier(pool: Tensor) -> ChosenCopier:
     inward, outward = (CudaQueue(pool.device, num_pages, page_bytes) for _ in range(2))
     staged = StagedCopier(pool, inward, outward)
     ways: list[PageCopier] = [staged, KernelCopier(pool, inward, outward)]
-    copy_2d = _engine(pool)
+    copy_2d = engine_copies(pool)
     if copy_2d is not None:
         ways.append(EngineCopier(pool, inward, outward, copy_2d))
     count = min(pool.shape[1], max(1, MEASURED_BYTES // page_bytes))
@@ -162,7 +162,7 @@ def _elapsed_ms(copy: Callable[[], None]) -> float:
     return min(times)
 
 
-def _engine(pool: Tensor) -> Copy2D | None:
+def engine_copies(pool: Tensor) -> Copy2D | None:
     """Copies in two dimensions on the current stream, if there is cupy and the pool's layers are not too far apart for
     the engine."""
     try:

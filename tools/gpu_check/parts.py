@@ -1,0 +1,79 @@
+"""What a part of the check is: a function that is given where to work, and reports rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hicache.tools.bench.results import Row
+
+
+class LeftOut(Exception):
+    """Raised by a part that cannot run here; the message says what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part works."""
+
+    device: torch.device
+    """A CUDA device, or the CPU where there is none."""
+    directory: Path
+    """Empty, for the part's own files; removed afterwards."""
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether this is the real thing. Without, parts try what they can with small sizes."""
+        return self.device.type == "cuda"
+
+    def require_gpu(self) -> None:
+        """Raises `LeftOut` on a machine without one."""
+        if not self.has_gpu:
+            raise LeftOut("needs a GPU")
+
+
+Check = Callable[[Place, Callable[[Row], None]], None]
+"""Measures or compares, and reports each row as soon as it has it. What it raises fails the part, not the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the check, which runs in a process of its own."""
+
+    name: str
+    where: str
+    """`module:function`, a `Check`."""
+    summary: str
+    estimate_s: int
+    """How long it takes on one H200, the start of the process included: an estimate until it has been measured."""
+    limit_s: float
+    """After this its process is ended."""
+    interprets: bool = False
+    """Whether it launches kernels, and therefore interprets them where there is no GPU."""
+    measures: bool = False
+    """Whether its rows are figures that may miss their goals, not comparisons."""
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of `expected`; infinite if a value is no number."""
+    difference = actual.double().cpu() - expected.double().cpu()
+    if not difference.isfinite().all():
+        return float("inf")
+    return float(difference.square().mean().sqrt() / expected.double().square().mean().sqrt().clamp_min(1e-300))
+
+
+def gpu_ms(work: Callable[[], object], rounds: int = 10) -> float:
+    """Median time of `work` on the GPU, after two rounds that do not count: the kernels compile in the first."""
+    for _ in range(2):
+        work()
+    times = []
+    for _ in range(rounds):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it without types
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)))
+    return sorted(times)[len(times) // 2]
