@@ -13,6 +13,7 @@ Three rules, on which the promises of the project rest:
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import takewhile
@@ -41,15 +42,19 @@ from hicache.recovery import Progress, Recovery, recover
 from hicache.room import PATIENCE_S
 from hicache.running import FAILING_S, Moving, checked_tiers
 from hicache.tending import Tending
-from hicache.tier import DEVICE, NVME, Tier, TierId
+from hicache.tier import DEVICE, NVME, SupportsGiveUp, Tier, TierId
 from hicache.tree import Match, pack_tokens
 from hicache.write_policy import WritePolicy, WritingThrough
 from hicache.writing import Durability, Persisted, Writer
 
 DRAIN_S: Final = 10.0
 """How long `close` lets queued moves finish before it drops them."""
+GIVE_UP_S: Final = 5.0
+"""How long after that it waits for copies that cannot be stopped."""
 FLUSH_STEP_NODES: Final = 256
 """Nodes that a flush looks at before others run."""
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["DRAIN_S", "FAILING_S", "PATIENCE_S", "Cache", "Counters", "Coverage", "Moving"]
 
@@ -58,6 +63,8 @@ class Cache(Promoting, Copying, Tending):
     """Pages of KV over device, host and NVMe, for one layout and any number of namespaces with that layout.
 
     Use it as an async context manager: leaving the block drains the lanes for at most `DRAIN_S`, then closes the tiers.
+    A disk that does not answer is waited for `GIVE_UP_S` more (`SupportsGiveUp`); what it may be using then stays as it
+    is until the process ends.
 
     Args:
         layout: shape of a page; every tier has `page_bytes == layout.page_bytes`.
@@ -125,6 +132,9 @@ class Cache(Promoting, Copying, Tending):
             device=own.get(DEVICE),
         )
         self._report_progress: Final = progress
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_given_up = False
+        """Whether some copies were still under way when the cache was left."""
         self.recovered = Recovery()
         """What came back from the NVMe tier when the cache was opened."""
 
@@ -133,7 +143,8 @@ class Cache(Promoting, Copying, Tending):
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             for tier in self.tiers.values():
-                stack.push_async_callback(tier.close)
+                stack.push_async_callback(self._close_tier, tier)
+            stack.callback(self._stop_timer)
             await self._recover()
             await stack.enter_async_context(self._tasks)
             stack.push_async_callback(self._close_lanes)
@@ -145,8 +156,27 @@ class Cache(Promoting, Copying, Tending):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._timer = asyncio.get_running_loop().call_later(DRAIN_S + GIVE_UP_S, self._give_up)
         # The error of the block is not handed on: lanes are closed in the same way whatever ended the block.
         await self._exit.aclose()
+
+    def _stop_timer(self) -> None:
+        """Nothing is under way any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _give_up(self) -> None:
+        """Copies have not ended in time: whoever waits for a device that does not answer is told so."""
+        nvme: object = self.tiers.get(NVME)
+        if isinstance(nvme, SupportsGiveUp):
+            _log.warning("%s does not answer; what it may be using stays so until the process ends", NVME)
+            self._is_given_up = True
+            nvme.give_up()
+
+    async def _close_tier(self, tier: Tier) -> None:
+        # Memory that a disk may still be read into is not given back.
+        if not self._is_given_up or tier.tier_id == NVME:
+            await tier.close()
 
     async def _recover(self) -> None:
         """Take over what the NVMe tier has kept; nobody else uses the tree yet."""

@@ -202,6 +202,17 @@ class SupportsDown(Protocol):
 
 
 @runtime_checkable
+class SupportsGiveUp(Protocol):
+    """A tier whose device may stop answering: NVMe."""
+
+    def give_up(self) -> None:
+        """Wait for the device no more, as the cache is being closed: calls under way answer `ERROR` for what has not
+        been copied, and `close` does not wait for it again. The device may still answer one day: buffers that were
+        given to those calls stay as they are until the process ends."""
+        ...
+
+
+@runtime_checkable
 class SupportsCounters(Protocol):
     """A tier that counts more than its lanes see: findings of its checks, bytes that attention streamed from it."""
 

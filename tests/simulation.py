@@ -241,6 +241,7 @@ class SimulatedTier:
         self._pipe_free_at = 0.0
         self._barrier: Barrier | None = None
         self._closed = False
+        self._given_up = asyncio.Event()
         self._num_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -295,6 +296,10 @@ class SimulatedTier:
         async with self._call("read", pages):
             return [await self._read_page(page, target) for page, target in zip(pages, into, strict=True)]
 
+    def give_up(self) -> None:
+        self._closed = True
+        self._given_up.set()
+
     async def close(self) -> None:
         self._closed = True
         await self._idle.wait()
@@ -343,8 +348,11 @@ class SimulatedTier:
             fault_at = self._rng.choice(("begin", "end")) if self._happens(self.faults.raises) else None
             if fault_at == "begin":
                 raise UnexpectedFault(f"{self.tier_id}: before the first page")
-            stall_s = self.faults.stall_s if self._happens(self.faults.stall) else 0.0
-            await asyncio.sleep(self._varied(self.latency_s) + stall_s)
+            if self._happens(self.faults.stall):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.faults.stall_s):
+                        await self._given_up.wait()
+            await asyncio.sleep(self._varied(self.latency_s))
             yield
             if fault_at == "end":
                 raise UnexpectedFault(f"{self.tier_id}: after the last page")
@@ -401,7 +409,8 @@ class SimulatedTier:
         now = asyncio.get_running_loop().time()
         self._pipe_free_at = max(now, self._pipe_free_at) + self._varied(self._page_bytes / self.bandwidth)
         await asyncio.sleep(self._pipe_free_at - now)
-        return Outcome.ERROR if number == self.fail_page or self._happens(self.faults.error) else Outcome.OK
+        fails = number == self.fail_page or self._happens(self.faults.error) or self._given_up.is_set()
+        return Outcome.ERROR if fails else Outcome.OK
 
     def _happens(self, probability: float) -> bool:
         return probability > 0 and self._rng.random() < probability

@@ -131,6 +131,7 @@ class Batch:
         self._findings: list[Finding | None] = [None] * num_pages
         self._num_runs = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._is_given_up = False
 
     def found(self, place: int, finding: Finding, num_bytes: int = 0) -> None:
         """What became of a page, for which so many bytes were moved."""
@@ -143,13 +144,22 @@ class Batch:
 
     def run_landed(self) -> None:
         self._num_runs -= 1
-        if not self._num_runs and self._waiter is not None and not self._waiter.done():
+        if not self._num_runs:
+            self._wake()
+
+    def give_up(self) -> None:
+        """Wait for no run any more; their buffers are theirs for as long as the process lives."""
+        self._is_given_up = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def outcomes(self) -> list[Outcome]:
         """Wait for all runs. A cancellation is kept until they have landed: they own buffers of the caller."""
         cancelled: asyncio.CancelledError | None = None
-        while self._num_runs:
+        while self._num_runs and not self._is_given_up:
             # A fresh future each time: a cancelled task cancels the future that it waits for.
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -158,8 +168,8 @@ class Batch:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
-        assert None not in self._findings, "a page was forgotten"
-        return [OUTCOMES[finding] for finding in self._findings if finding is not None]
+        assert self._is_given_up or None not in self._findings, "a page was forgotten"
+        return [OUTCOMES[finding or Finding.DEVICE_ERROR] for finding in self._findings]
 
 
 class WriteRun:

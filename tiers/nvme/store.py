@@ -69,9 +69,9 @@ from hicache.tiers.nvme.segment import LayerGet, SegmentFile
 from hicache.tiers.nvme.turns import Turns
 from hicache.tiers.slots import SlotPool
 
-READ_LANES: Final = 16
+READ_LANES: Final = 32
 WRITE_LANES: Final = 16
-READ_TRANSFERS: Final = 8
+READ_TRANSFERS: Final = 12
 """Reads that the device works on at one time; the other lanes check what came in, or wait with the next."""
 LAYER_LANES: Final = 8
 """Layers that attention waits for do not queue behind pages that are promoted."""
@@ -174,6 +174,9 @@ class NvmeTier:
         self._num_refused = {"budget": 0, "floor": 0}
         self._closed = False
         self._released = False
+        self._batches: Final[set[Batch]] = set()
+        """Calls of `read` and `write` under way."""
+        self._is_given_up = False
         self._ending = asyncio.Lock()
 
     @classmethod
@@ -493,7 +496,7 @@ class NvmeTier:
         for ordinal, first, run in self._cut([page.slot for _, page, _ in puts], self._writes):
             segment = self._directory.segments[ordinal]
             batch.expect(WriteRun(self._keeper, batch, ordinal, segment, first, puts[run]), self._writes)
-        return await batch.outcomes()
+        return await self._outcomes(batch)
 
     async def read(self, pages: Sequence[PageRead]) -> list[Outcome]:
         """Copy pages out of their slots, verified; one outcome each, in order. Waits for the device.
@@ -512,7 +515,14 @@ class NvmeTier:
         for ordinal, first, run in self._cut([page.slot for _, page, _ in gets], self._reads):
             segment = self._directory.segments[ordinal]
             batch.expect(ReadRun(self._keeper, batch, segment, first, gets[run]), self._reads)
-        return await batch.outcomes()
+        return await self._outcomes(batch)
+
+    async def _outcomes(self, batch: Batch) -> list[Outcome]:
+        self._batches.add(batch)
+        try:
+            return await batch.outcomes()
+        finally:
+            self._batches.remove(batch)
 
     # ---- layers
 
@@ -554,8 +564,9 @@ class NvmeTier:
         """
         self._closed = True
         self._keeper.close()
+        timeout_s, self._is_given_up = 0.0 if self._is_given_up else CLOSE_TIMEOUT_S, False
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 for lanes in (self._reads, self._writes, self._layers):
                     await lanes.stop()
                 async with self._ending:
@@ -568,6 +579,15 @@ class NvmeTier:
         if not self._released:
             self._released = True
             close_directory(self._files, self._directory)
+
+    def give_up(self) -> None:
+        """Wait for the device no more: calls under way answer `ERROR` for what has not been copied, and the next
+        `close` does not wait. Buffers of those calls belong to their copies until the process ends."""
+        self._closed = self._is_given_up = True
+        self._keeper.close()
+        self._commits.give_up()
+        for batch in self._batches:
+            batch.give_up()
 
     async def __aenter__(self) -> Self:
         return self

@@ -472,6 +472,11 @@ class StripedTier:
 
     # ---- end
 
+    def give_up(self) -> None:
+        """Wait for no device any more: see `NvmeTier.give_up`."""
+        for store in self._stores:
+            store.give_up()
+
     async def close(self) -> None:
         """Close all stores, at once. Idempotent."""
         async with asyncio.TaskGroup() as group:
