@@ -238,8 +238,14 @@ class Cache(Promoting, Copying, Tending):
         packed = pack_tokens(tokens)
         if chunk_tokens is not None:
             chunk_tokens = whole("chunk_tokens", chunk_tokens, 1)
-        coverage = self.coverage(self.tree.match(namespace, packed[:-1]))
-        return self.decide(namespace, len(packed), coverage, chunk_tokens=chunk_tokens)
+        match = self.tree.match(namespace, packed[:-1])
+        decision = self.decide(namespace, len(packed), self.coverage(match), chunk_tokens=chunk_tokens)
+        return self._cared_for(decision, match)
+
+    def pages_by_tenant(self, tier_id: TierId) -> dict[str, int]:
+        """Pages that a tier holds or awaits of each tenant; empty for a tier whose policy was given."""
+        shared = self._hearing.get(tier_id)
+        return shared.pages_by_tenant() if shared is not None else {}
 
     def tell_use(self, lease: Lease | None, found: Sequence[tuple[TierId, int]] | None = None) -> None:
         """A prompt was looked up and computed, of which the leased prefix is cached: the policies learn of it. Once a

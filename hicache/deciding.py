@@ -53,6 +53,12 @@ class Decision:
     """How what is taken is divided between loading and computing, in pages; None where all of it is loaded."""
     computed_tokens: int = 0
     """Tokens of what is taken that are computed while the others are loaded."""
+    pinned_tokens: int = 0
+    """Tokens of what is cached that operators have pinned: they stay in some tier."""
+    priority: int = 0
+    """Of the end of what is cached, by the last hint about it."""
+    retained_s: float | None = None
+    """Seconds for which that end is retained by a hint; None for not."""
 
     @property
     def left_tokens(self) -> int:

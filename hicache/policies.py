@@ -4,7 +4,8 @@
     slru     the same, but what was used again is protected while it fits into its share (`hicache.policy.slru`)
     s3-fifo  what was not used while it stood in a small queue of new pages (`hicache.policy.s3fifo`)
     lrfu     what has the smallest sum of its uses, each worth half after so many others (`hicache.policy.lrfu`)
-    value    what is least likely to be read again soon, by its own uses and by its class (`hicache.policy.value`)
+    value    what is least likely to be read again soon, by its own uses and by its class (`hicache.policy.value`), as
+             long as that finds what lru would find (`hicache.policy.guard`)
 
 Each keeps the pages of one tenant; whose turn it is, and what callers care for, is decided above it
 (`hicache.policy.shared`). All of them are fed by the tree with the nodes that may leave, those that ask for it with
@@ -18,6 +19,7 @@ from typing import Final
 
 from hicache.errors import BadRequest
 from hicache.policy.base import EvictionPolicy
+from hicache.policy.guard import GuardedPolicy
 from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.policy.s3fifo import S3FifoPolicy
@@ -27,12 +29,16 @@ from hicache.policy.value import ValuePolicy
 from hicache.tier import TierId
 
 LRU: Final = "lru"
-NAMES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
+_UNGUARDED: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
     LRU: lambda capacity_pages: LruPolicy(),
     "slru": lambda capacity_pages: SlruPolicy(capacity_pages=capacity_pages),
     "s3-fifo": lambda capacity_pages: S3FifoPolicy(capacity_pages=capacity_pages),
     "lrfu": lambda capacity_pages: LrfuPolicy(),
     "value": lambda capacity_pages: ValuePolicy(),
+}
+NAMES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
+    **_UNGUARDED,
+    "value": lambda capacity_pages: GuardedPolicy(ValuePolicy(), capacity_pages=capacity_pages),
 }
 """What makes a policy of each name for a tier of so many pages, with its defaults."""
 
@@ -53,7 +59,7 @@ def policies_named(
     return {
         tier_id: SharedPolicy(
             partial(NAMES[name], num_pages),
-            partial(NAMES[name], num_pages),
+            partial(_UNGUARDED[name], num_pages),
             capacity_pages=num_pages,
             quotas=(quotas or {}).get(tier_id),
         )

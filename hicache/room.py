@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from hicache.care import rank_of
 from hicache.counters import count
 from hicache.errors import DeadlineExceeded, NoRoom, TierUnavailable
 from hicache.lease import Pin
@@ -135,7 +136,11 @@ class Room(Moves):
             # The tail leaves first; the object that stays the victim after a split is the lower half.
             self.tree.split(victims[-1], surplus)
         for node in victims:
-            if self._has_slower_copy(node, tier_id) or self._is_refused(node, tier_id):
+            if (
+                self._has_slower_copy(node, tier_id)
+                or self._is_refused(node, tier_id)
+                or self._is_outranked(node, tier_id)
+            ):
                 freed += self.evict(node, tier_id)
             else:
                 to_demote.append(node)
@@ -151,6 +156,19 @@ class Room(Moves):
         its last copy could not leave otherwise."""
         goes_to_nvme = _SLOWER.get(tier_id) == NVME and NVME in self.tiers
         return goes_to_nvme and self.tree.can_evict(node, tier_id) and not self.writer.admits(node)
+
+    def _is_outranked(self, node: Node, tier_id: TierId) -> bool:
+        """Whether a node that nobody needs would push out of the tier below what its tenant cares for more."""
+        below_id = _SLOWER.get(tier_id)
+        below = self.tiers.get(below_id) if below_id else None
+        if not self.tree.num_ranked or below is None or below.num_free >= node.num_pages:
+            return False
+        if not self.tree.can_evict(node, tier_id):
+            return False
+        return any(
+            victim.tenant == node.tenant and rank_of(victim) > rank_of(node)
+            for victim in self.tree.victims(below.tier_id, 1, self.clock.monotonic())
+        )
 
     async def _demote(self, nodes: Sequence[Node], tier_id: TierId, *, deadline: float) -> int:
         """Copy `nodes` one tier down, then let them leave `tier_id`. Nodes that cannot be copied are dropped if nobody

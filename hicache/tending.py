@@ -1,11 +1,13 @@
 """What callers know and want of prefixes: hints, and pins of operators."""
 
+from dataclasses import replace
 from typing import Final
 
 import numpy.typing as npt
 
 from hicache.arguments import flag, real, whole
 from hicache.care import PRIORITY_MAX, PRIORITY_MIN, RETAIN_S_MAX
+from hicache.deciding import Decision
 from hicache.errors import BadRequest, NoRoom
 from hicache.namespace import Namespace
 from hicache.node import Node
@@ -106,6 +108,23 @@ class Tending(Running):
             return False
         self.release(held[0])
         return True
+
+    def _cared_for(self, decision: Decision, match: Match) -> Decision:
+        """What hints and pins say of a match, added to what was decided about it."""
+        if not match.nodes:
+            return decision
+        end, now, pages = match.nodes[-1], self.clock.monotonic(), 0
+        pinned = {node for lease, _ in self._pins.values() for node in self.path(lease)}
+        for node in match.nodes:
+            if node in pinned:
+                pages += match.pages_in_last if node is end else node.num_pages
+        until = self.tree.retained_until(end)
+        return replace(
+            decision,
+            pinned_tokens=pages * self.layout.page_size,
+            priority=self.tree.priority(end),
+            retained_s=max(0.0, until - now) if until is not None else None,
+        )
 
     @property
     def num_pins(self) -> int:

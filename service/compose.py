@@ -33,6 +33,7 @@ from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.policies import LRU
 from hicache.prefill import PrefillCurve
+from hicache.quotas import TenantQuotas
 from hicache.recovery import Recovery
 from hicache.service.options import Directories, Options, Progress
 from hicache.service.snapshot import snapshot_of, stats_of
@@ -97,6 +98,7 @@ class HiCache:
         device: str = "cpu",
         metadata_bytes: int | None = None,
         policy: str = LRU,
+        tenant_quotas: TenantQuotas | None = None,
         admission: str = ALWAYS,
         write_policy: str = WritePolicy.DEMOTE.value,
         exclusive: bool = False,
@@ -122,6 +124,9 @@ class HiCache:
                 and 4 a token); reaching it drops the coldest pages. None for no bound but that of the tiers.
             policy: which pages leave a tier first: "lru", "slru", "s3-fifo", "lrfu" or "value", see
                 `hicache.policies`.
+            tenant_quotas: which part of the tiers is a tenant's own: by tenant, a share of every tier (a float), or a
+                `TenantQuota` with shares or bytes. A tenant that holds more loses its own pages first. Without, tenants
+                have equal parts of a full tier: see `hicache.policy.shared`.
             admission: which pages may be written to NVMe: "always", "second-touch" or "predicted", see
                 `hicache.admissions`. Those that are refused leave the host for nothing; `persist` asks nobody.
             write_policy: when pages are written to NVMe: "demote-on-evict", when they leave the host; "write-through",
@@ -150,6 +155,7 @@ class HiCache:
                 device=device,
                 metadata_bytes=metadata_bytes,
                 policy=policy,
+                tenant_quotas=tenant_quotas,
                 admission=admission,
                 write_policy=write_policy,
                 exclusive=exclusive,
@@ -419,6 +425,65 @@ class HiCache:
             return cache.prefetch(namespace, tokens, deadline=deadline, max_pages=max_pages)
 
         return Prefetch(self, self._call(prefetch()))
+
+    def hint(
+        self,
+        namespace: Namespace,
+        tokens: npt.ArrayLike,
+        *,
+        priority: int = 0,
+        retain_s: float | None = None,
+        expected_return_s: float | None = None,
+        returns: bool | None = None,
+    ) -> int:
+        """Say what is known of the future of the prefix `tokens` (1-D, int32 ids). Returns how many of them are cached,
+        which the hint is about.
+
+        Args:
+            priority: -4 to 4. Of one tenant's pages in a tier, those of lower priority leave first.
+            retain_s: seconds, above 0 and at most 30 days, for which the pages leave a tier only when nothing else of
+                the tenant may. They stop nobody: where only they are left, they leave.
+            expected_return_s: in how many seconds a prompt is expected that goes on from this one, as when a tool has
+                been called; 0 to 30 days.
+            returns: whether one will come at all.
+
+        A later hint about the same prefix replaces this one. Raises `BadRequest`, `Closed`.
+        """
+        cache = self._built.cache
+
+        async def hint() -> int:
+            return cache.hint(
+                namespace,
+                tokens,
+                priority=priority,
+                retain_s=retain_s,
+                expected_return_s=expected_return_s,
+                returns=returns,
+            )
+
+        return self._call(hint())
+
+    def pin(self, namespace: Namespace, tokens: npt.ArrayLike) -> int:
+        """Keep what is cached of `tokens` (1-D, int32 ids) in some tier until `unpin`. Returns how many tokens are
+        kept: whole pages, 0 when none are cached. All pins together hold at most a quarter of the slowest tier.
+
+        Raises `NoRoom` naming "pins" beyond that, `BadRequest`, `Closed`.
+        """
+        cache = self._built.cache
+
+        async def pin() -> int:
+            return cache.pin_prefix(namespace, tokens)
+
+        return self._call(pin())
+
+    def unpin(self, namespace: Namespace, tokens: npt.ArrayLike) -> bool:
+        """End a pin, named by the tokens that `pin` was called with. False when there is none. Raises `Closed`."""
+        cache = self._built.cache
+
+        async def unpin() -> bool:
+            return cache.unpin_prefix(namespace, tokens)
+
+        return self._call(unpin())
 
     def set_write_policy(self, namespace: Namespace, write_policy: str) -> None:
         """Choose when pages of a namespace are written to NVMe, by the names that `open` takes, for what is published
@@ -710,6 +775,7 @@ async def _build(options: Options) -> _Parts:
             tiers,
             clock=clock,
             policy=options.policy,
+            tenant_quotas=options.tenant_quotas,
             metadata_bytes=options.metadata_bytes,
             admission=admission,
             write_policy=options.write_policy,

@@ -1,7 +1,7 @@
 """What `HiCache.open` was asked for, checked before anything is made."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
 from hicache.policies import check_policy
 from hicache.prefill import PrefillCurve
+from hicache.quotas import TenantQuota, TenantQuotas, check_quotas, quota_pages
+from hicache.tier import DEVICE, HOST, NVME
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.striped import MAX_STORES
 from hicache.write_policy import WritePolicy
@@ -41,6 +43,7 @@ class Options:
     device: str
     metadata_bytes: int | None
     policy: str
+    tenant_quotas: Mapping[str, TenantQuota]
     admission: str
     write_policy: WritePolicy
     exclusive: bool
@@ -62,6 +65,7 @@ class Options:
         device: str,
         metadata_bytes: int | None,
         policy: str,
+        tenant_quotas: TenantQuotas | None = None,
         admission: str = ALWAYS,
         write_policy: str,
         exclusive: bool,
@@ -102,12 +106,19 @@ class Options:
         if progress is not None and not callable(progress):
             raise BadRequest("progress", f"{type(progress).__name__} cannot be called")
         page_bytes = layout.page_bytes
+        budgets = {
+            DEVICE: _budget("device_bytes", device_bytes, page_bytes),
+            HOST: _budget("host_bytes", host_bytes, page_bytes),
+            NVME: 0 if nvme_bytes is None else _budget("nvme_bytes", nvme_bytes, page_bytes),
+        }
+        quotas = check_quotas(tenant_quotas)
+        quota_pages(quotas, {tier_id: budget // page_bytes for tier_id, budget in budgets.items()}, page_bytes)
         return cls(
             layout=layout,
-            device_bytes=_budget("device_bytes", device_bytes, page_bytes),
-            host_bytes=_budget("host_bytes", host_bytes, page_bytes),
+            device_bytes=budgets[DEVICE],
+            host_bytes=budgets[HOST],
             nvme_dirs=_directories(nvme_dir),
-            nvme_bytes=0 if nvme_bytes is None else _budget("nvme_bytes", nvme_bytes, page_bytes),
+            nvme_bytes=budgets[NVME],
             nvme_min_free_bytes=whole("nvme_min_free_bytes", nvme_min_free_bytes, 0),
             nvme_write_bytes_per_day=(
                 None
@@ -118,6 +129,7 @@ class Options:
             device=device,
             metadata_bytes=metadata_bytes,
             policy=policy,
+            tenant_quotas=quotas,
             admission=admission,
             write_policy=written,
             exclusive=exclusive,

@@ -3,8 +3,9 @@
 `stats_of` gives
 
     {"tiers": {TIER: {"capacity_pages", "used_pages", "capacity_bytes", "used_bytes", "counters": {NAME: count},
-                       "down" (why the tier takes no new pages, or null)}},
+                       "down" (why the tier takes no new pages, or null), "tenants": {TENANT: pages}}},
      "lanes": {"host->nvme": {"pages", "bytes", "failed", "cancelled", "queued_pages", "busy_s", "bandwidth"}},
+     "pins": {"prefixes", "pages", "pages_max"} (of operators), "num_ranked" (nodes that hints gave another rank),
      "counters": {...}, "num_nodes", "num_leases", "metadata_bytes" (an estimate), "metadata_budget" (bytes or null),
      "durability": {"accepted", "durable"} (numbers of writes and frees on NVMe, or null),
      "recovery": {"pages", "foreign_pages", "orphan_pages", "refused_pages", "namespaces", "nodes", "seconds"} (what
@@ -16,7 +17,8 @@ computing, and pages on their way in. `snapshot_of` adds `"format"`, `"time"` (s
 
     {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
      "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
-     "leases", "published" (to other tenants), "reported": {"device:SESSION/RANK": pages it says it has}}
+     "priority" and "retained_s" (by hints; null for not retained), "leases", "published" (to other tenants),
+     "reported": {"device:SESSION/RANK": pages it says it has}}
 """
 
 import asyncio
@@ -46,6 +48,7 @@ def stats_of(cache: Cache) -> dict[str, Any]:
             "used_bytes": used_pages * page_bytes,
             "counters": tier.counters() if isinstance(tier, SupportsCounters) else {},
             "down": tier.down if isinstance(tier, SupportsDown) else None,
+            "tenants": cache.pages_by_tenant(tier_id),
         }
     lanes = {}
     for lane in cache.lanes:
@@ -64,6 +67,8 @@ def stats_of(cache: Cache) -> dict[str, Any]:
         "tiers": tiers,
         "lanes": lanes,
         "counters": dataclasses.asdict(cache.counters),
+        "pins": {"prefixes": cache.num_pins, "pages": cache.pinned_pages, "pages_max": cache.pinned_pages_max},
+        "num_ranked": cache.tree.num_ranked,
         "num_nodes": cache.tree.num_nodes,
         "num_leases": cache.tree.num_leases,
         "metadata_bytes": cache.tree.metadata_bytes,
@@ -97,6 +102,8 @@ async def snapshot_of(cache: Cache) -> dict[str, Any]:
                     for tier_id, state in zip(cache.tiers, info.residency, strict=True)
                 },
                 "age_s": max(0.0, now - info.last_access),
+                "priority": cache.tree.priority(node),
+                "retained_s": max(0.0, until - now) if (until := cache.tree.retained_until(node)) is not None else None,
                 "leases": info.num_leases,
                 "published": info.is_published,
                 "reported": {str(instance): pages for instance, pages in info.reported.items()},

@@ -99,7 +99,8 @@ class SharedPolicy:
 
     Args:
         make: makes the policy of a tenant.
-        make_ranked: makes one for its pages of another rank than the ordinary one.
+        make_ranked: makes one for its pages of another rank than the ordinary one. It knows of these alone, so it
+            cannot be one that judges by the whole tier.
         capacity_pages: the tier's.
         quotas: pages of the tier, by tenant; their sum is at most its capacity.
     """

@@ -20,10 +20,11 @@ from tests.simulation import World, run_simulated
 )
 def test_what_was_used_often_outlives_a_scan_where_uses_count(policy: str, is_kept: bool) -> None:
     async def main(world: World) -> None:
-        async with opened(world, device_pages=12, host_pages=12, nvme_pages=None, policy=policy) as setup:
+        # Large enough for the guard of "value", which lets a tier differ from LRU by a sixteenth unless that pays.
+        async with opened(world, device_pages=80, host_pages=80, nvme_pages=None, policy=policy) as setup:
             for _ in range(6):
                 await setup.request().run(prompt(1, 17))
-            for document in range(2, 12):
+            for document in range(2, 60):
                 await setup.request().run(prompt(document, 17))
             found = await setup.request().run(prompt(1, 17))
             assert (found == 16) == is_kept

@@ -22,6 +22,7 @@ from hicache.namespace import Namespace
 from hicache.policies import LRU
 from hicache.policy.admission import AdmissionPolicy
 from hicache.prefill import PrefillCurve
+from hicache.quotas import TenantQuotas
 from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
 from hicache.write_policy import WritePolicy
@@ -129,6 +130,7 @@ async def opened(
     sync_s: float = 1e-3,
     eager: float = 0.2,
     policy: str = LRU,
+    tenant_quotas: TenantQuotas | None = None,
     admission: AdmissionPolicy | None = None,
     write_policy: WritePolicy = WritePolicy.DEMOTE,
     exclusive: bool = False,
@@ -176,6 +178,7 @@ async def opened(
         tiers,
         clock=world,
         policy=policy,
+        tenant_quotas=tenant_quotas,
         metadata_bytes=metadata_bytes,
         admission=admission,
         write_policy=write_policy,

@@ -14,6 +14,7 @@ from hicache.kernels.attend import attend
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.prefill import PrefillCurve
+from hicache.quotas import TenantQuota
 from hicache.service import compose
 from hicache.service.compose import HiCache, Sequence
 from hicache.tier import DEVICE, HOST, NVME, PageIdentity, PageWrite
@@ -511,3 +512,36 @@ def test_a_snapshot_names_every_page(tmp_path: Path) -> None:
         for tier, state in node["residency"].items():
             pages[tier] += (state == "resident") * node["num_tokens"] // PAGE
     assert {tier: counts["used_pages"] for tier, counts in snapshot["tiers"].items()} == pages
+
+
+def test_hints_pins_and_quotas_reach_the_cache(tmp_path: Path) -> None:
+    tokens = list(range(64))
+    with HiCache.open(
+        LAYOUT,
+        device_bytes=16 * LAYOUT.page_bytes,
+        host_bytes=16 * LAYOUT.page_bytes,
+        policy="value",
+        tenant_quotas={"default": 0.5, "other": TenantQuota(host=4 * LAYOUT.page_bytes)},
+    ) as cache:
+        assert cache.hint(MODEL, tokens, priority=1) == cache.pin(MODEL, tokens) == 0, "nothing is cached yet"
+        assert not cache.unpin(MODEL, tokens)
+        with cache.sequence(MODEL, tokens) as sequence:
+            Model().run(sequence, tokens)
+        assert cache.hint(MODEL, tokens, priority=2, retain_s=60.0, returns=True, expected_return_s=5.0) == 64
+        assert cache.pin(MODEL, tokens) == 64
+        told = cache.explain(MODEL, [*tokens, 1])
+        assert (told.priority, told.pinned_tokens) == (2, 64)
+        assert told.retained_s is not None
+        assert 0 < told.retained_s <= 60.0
+        stats = cache.stats()
+        assert stats["pins"] == {"prefixes": 1, "pages": 4, "pages_max": 4}
+        assert stats["num_ranked"] == 1
+        assert sum(stats["tiers"]["device"]["tenants"].values()) == 4
+        (node,) = cache.snapshot()["nodes"]
+        assert node["priority"] == 2
+        assert 0 < node["retained_s"] <= 60.0
+        assert cache.unpin(MODEL, tokens)
+        assert cache.explain(MODEL, [*tokens, 1]).pinned_tokens == 0
+        for field, wrong in (("priority", 9), ("retain_s", -1.0)):
+            with pytest.raises(BadRequest, match=field):
+                cache.hint(MODEL, tokens, **{field: wrong})  # type: ignore[arg-type]  # what is tested

@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "progress": [5, "x"],
     "layout": [None, "llama"],
     "policy": ["fifo", None],
+    "tenant_quotas": [5, ["a"], {1: 0.5}, {"a": 0.6, "b": 0.6}],
     "write_policy": ["through", None],
     "exclusive": [1, "yes"],
     "prefill": [1.5, "auto"],
