@@ -19,14 +19,15 @@ from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
 from hicache.tools.replay.generators import WORKLOADS, generate
 from hicache.tools.replay.machine import NODES_MAX, Machine
-from hicache.tools.replay.readers import Request, Trace
-from hicache.tools.replay.replayed import Replayed
+from hicache.tools.replay.readers import Request, Trace, whole_blocks
 from hicache.tools.replay.router import ROUTERS
 from hicache.tools.replay.run import replay
 from hicache.write_policy import WritePolicy
 
 EXCERPTS: Final = Path(__file__).parent / "traces"
-CHAT: Final = list(generate(WORKLOADS["chat"], seed=1, num_requests=150, block_tokens=64))
+CHAT: Final = [
+    whole_blocks(each, 64) for each in generate(WORKLOADS["chat"], seed=1, num_requests=150, block_tokens=64)
+]
 
 
 def machine(device: int, host: int, nvme: int = 0, **changes: Any) -> Machine:
@@ -85,7 +86,9 @@ def test_first_tokens_come_after_what_the_stated_speed_takes() -> None:
     steps = -(-len(first.blocks) // (spec.step_tokens // 64))
     assert alone.ttft_s == pytest.approx([spec.prefill.seconds(0, first.input_tokens, steps=steps)])
     again = replay([first, dataclasses.replace(first, time_s=1e3)], spec, "lru")
-    assert again.ttft_s[1] == pytest.approx(spec.prefill.seconds(first.input_tokens - 1, first.input_tokens))
+    known = 64 * len(first.blocks)
+    assert 0 < known < first.input_tokens, "what is behind the last whole page is not kept"
+    assert again.ttft_s[1] == pytest.approx(spec.prefill.seconds(known, first.input_tokens))
     # A slower disk is waited for longer.
     slow = [
         replay(CHAT, machine(100, 300, 4000, concurrency=1, nvme_read_bandwidth=rate), "lru").ttft(0.5)
@@ -100,22 +103,6 @@ def test_what_does_not_fit_is_computed_and_counted() -> None:
     found = replay([big], machine(8, 8), "lru")
     assert found.num_refused == 1
     assert found.ttft_s[0] > 0
-
-
-def test_what_the_write_policies_and_exclusive_tiers_are_for() -> None:
-    def run(**changes: Any) -> Replayed:
-        return replay(CHAT, machine(60, 200, 300, concurrency=1, **changes), "lru")
-
-    by_policy = {each: run(write_policy=each) for each in WritePolicy}
-    demoted, through = by_policy[WritePolicy.DEMOTE], by_policy[WritePolicy.THROUGH]
-    selective = by_policy[WritePolicy.SELECTIVE]
-    # Writing through costs writes; of what is used again alone, fewer of them.
-    assert demoted.nvme_written_bytes < through.nvme_written_bytes
-    assert selective.nvme_written_bytes < through.nvme_written_bytes
-    # Exclusive tiers hold more different pages, and write a page each time that it goes down.
-    exclusive = run(exclusive=True)
-    assert exclusive.blocks_found >= demoted.blocks_found
-    assert exclusive.nvme_written_bytes > demoted.nvme_written_bytes
 
 
 @pytest.mark.parametrize(("kind", "goal"), [("chat", 0.85), ("few-shot", 0.95), ("multi-turn", 0.90), ("rag", 0.98)])
@@ -152,7 +139,8 @@ def test_the_command_says_what_its_parts_do(capsys: pytest.CaptureFixture[str]) 
     assert lru["tokens_found"] == expected.tokens_found
     assert lru["nodes"] == [{"requests": 40, "hit_rate": pytest.approx(expected.hit_rate)}]
     best = found["min_blocks_found"]
-    assert best == min_hits([request.blocks.tolist() for request in requests], 39 + 78 + 195)
+    paths = [whole_blocks(request, 512).blocks.tolist() for request in requests]
+    assert best == min_hits(paths, 39 + 78 + 195)
     assert all(each["blocks_found_alone"] <= best for each in found["replays"])
 
 

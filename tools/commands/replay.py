@@ -265,7 +265,7 @@ def _load(args: argparse.Namespace) -> "tuple[Load, int, list[Request]]":
 
         workload, block_tokens, seed = _workload(args), args.block or DEFAULT_BLOCK, args.seed or 0
         made = generate(workload, seed=seed, num_requests=args.limit or DEFAULT_REQUESTS, block_tokens=block_tokens)
-        requests = _bounded(made)
+        requests = _bounded(made, block_tokens)
         return _describe(requests, args.synthetic, "synthetic", seed=seed), block_tokens, requests
     from hicache.tools.replay.readers import SESSION_GAP_S, Trace
 
@@ -274,7 +274,7 @@ def _load(args: argparse.Namespace) -> "tuple[Load, int, list[Request]]":
             args.trace, block_tokens=args.block, chunks=args.chunks, sort=args.sort, skip_bad=args.skip_bad,
             session_gap_s=SESSION_GAP_S if args.session_gap is None else args.session_gap,
         )  # fmt: skip
-        requests = _bounded(islice(trace, args.limit))
+        requests = _bounded(islice(trace, args.limit), trace.block_tokens)
     except OSError as problem:
         raise UsageProblem(f"{printable(str(args.trace))}: {problem.strerror or problem}") from None
     if not requests:
@@ -294,10 +294,13 @@ def _describe(
     )  # fmt: skip
 
 
-def _bounded(requests: "Iterable[Request]") -> "list[Request]":
+def _bounded(requests: "Iterable[Request]", block_tokens: int) -> "list[Request]":
+    """The whole blocks of a load, which must not be too many."""
+    from hicache.tools.replay.readers import whole_blocks
+
     kept, num_blocks = [], 0
     for request in requests:
-        kept.append(request)
+        kept.append(whole_blocks(request, block_tokens))
         num_blocks += len(request.blocks)
         if num_blocks > TOTAL_BLOCKS_MAX:
             raise UsageProblem(f"the load has more than {TOTAL_BLOCKS_MAX:,} blocks; --block makes them longer, "

@@ -20,7 +20,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from io import BufferedIOBase
 from pathlib import Path
@@ -90,6 +90,11 @@ class Request:
     """Which one of its session, from 0 on."""
     document_tokens: int = 0
     """Tokens at the beginning of the prompt that are instructions and documents, where the source tells them apart."""
+
+
+def whole_blocks(request: Request, block_tokens: int) -> Request:
+    """A prompt without its last block where that is partly filled: what a cache of whole pages keeps of it."""
+    return replace(request, blocks=request.blocks[: request.input_tokens // block_tokens])
 
 
 class Trace:

@@ -38,6 +38,8 @@ class Replayed:
     """Of pages that admission kept from NVMe, each time that it was asked."""
     pages_held: int = 0
     """Different pages that the caches hold at the end."""
+    pages_on_nvme: int = 0
+    """Those of them that NVMe has: what a restart would find."""
     ttft_s: list[float] = field(default_factory=list)
     """Seconds from arrival to first token of each request, in the order in which they had it."""
     virtual_s: float = 0.0

@@ -110,6 +110,8 @@ def lines(comparison: Comparison, style: Style) -> list[str]:
         if any(each.nvme_refused_bytes for each in replayed.values()):
             row("  refused by admission", lambda each: format_bytes(each.nvme_refused_bytes))
     row("held at the end", lambda each: f"{format_count(each.pages_held * machine.block_tokens)} tok")
+    if machine.nvme_pages:
+        row("  of that on NVMe", lambda each: _percent(each.pages_on_nvme, each.pages_held))
     if any(each.num_refused for each in replayed.values()):
         row("requests without room", lambda each: f"{each.num_refused:,}")
     best = _percent(comparison.min_blocks, load.blocks)
@@ -142,6 +144,7 @@ def _replayed_to_json(each: Replayed) -> dict[str, object]:
         "document_tokens_found": each.document_tokens_found, "ttft_p50_s": each.ttft(0.5),
         "ttft_p99_s": each.ttft(0.99), "lane_bytes": each.lane_bytes, "nvme_written_bytes": each.nvme_written_bytes,
         "nvme_refused_bytes": each.nvme_refused_bytes, "pages_held": each.pages_held,
+        "pages_on_nvme": each.pages_on_nvme,
         "nodes": [{"requests": node.num_requests, "hit_rate": node.hit_rate} for node in each.nodes],
         "refused": each.num_refused, "virtual_s": each.virtual_s,
     }  # fmt: skip

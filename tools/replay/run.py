@@ -2,6 +2,7 @@
 
 Tree, policies, sequences and movers are the ones that serve; what is simulated is time and bytes. One block of the
 trace is one page, a page of one token to the tree: its id. As ids are chained, that finds what the tokens would find.
+A block that is partly filled is no page: as in a cache, what lies behind the last whole one is computed and not kept.
 
 The engine that is stated: at most `concurrency` requests at a time, the others wait in line; each computes what the
 cache lacks in steps of at most `step_tokens` tokens, at `prefill`'s speed, whatever the others do meanwhile; its
@@ -26,7 +27,7 @@ from hicache.sequence import Sequence as Prompt
 from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
 from hicache.tools.bench.virtual import VirtualClock, run_virtual
 from hicache.tools.replay.machine import Machine
-from hicache.tools.replay.readers import Request
+from hicache.tools.replay.readers import Request, whole_blocks
 from hicache.tools.replay.replayed import NodeFound, Replayed
 from hicache.tools.replay.router import ROUTERS
 from hicache.tools.replay.tiers import ReplayDevice, ReplayHost, ReplayTier
@@ -92,6 +93,8 @@ class _Node:
         found.nvme_written_bytes += page_bytes * (self._nvme.pages_written if self._nvme is not None else 0)
         found.nvme_refused_bytes += page_bytes * sum(self.cache.counters.refused_pages.values())
         found.pages_held += sum([info.num_pages for infos in self.cache.tree.walk() for info in infos])
+        if self._nvme is not None:
+            found.pages_on_nvme += self.cache.tree.occupancy(NVME).resident
 
 
 class _Replay:
@@ -118,6 +121,7 @@ class _Replay:
 
     async def run(self, requests: Sequence[Request], hints: Sequence[bool] | None) -> Replayed:
         found = self._found
+        requests = [whole_blocks(request, self._machine.block_tokens) for request in requests]
         async with AsyncExitStack() as stack:
             for node in self._nodes:
                 await stack.enter_async_context(node.cache)
@@ -150,7 +154,7 @@ class _Replay:
     def _known(self, request: Request) -> list[int]:
         """How many tokens of a prompt each node knows."""
         matches = [node.cache.tree.match(self._namespace, request.blocks) for node in self._nodes]
-        return [min(match.num_tokens * self._machine.block_tokens, request.input_tokens) for match in matches]
+        return [match.num_tokens * self._machine.block_tokens for match in matches]
 
     async def _prefill(self, node: _Node, request: Request, returns: bool | None) -> None:
         """Find, compute the rest step by step, and store it; what cannot be stored is computed all the same."""
@@ -167,7 +171,10 @@ class _Replay:
                 while prompt.length < len(request.blocks):
                     blocks = request.blocks[prompt.length : prompt.length + step_pages]
                     plan = await prompt.begin(blocks, deadline=deadline)
-                    stop = min((prompt.length + len(blocks)) * machine.block_tokens, request.input_tokens)
+                    stop = (prompt.length + len(blocks)) * machine.block_tokens
+                    if prompt.length + len(blocks) == len(request.blocks):
+                        # What is left of less than a block goes with the last step.
+                        stop = min(stop + machine.block_tokens, request.input_tokens)
                     await asyncio.sleep(machine.prefill.seconds(done, stop))
                     done = stop
                     prompt.commit(plan)
@@ -182,13 +189,10 @@ class _Replay:
 
     def _count_found(self, node: _Node, request: Request, prompt: Prompt) -> int:
         """Count what was found of a prompt by tier; returns it, in tokens."""
-        found, block_tokens, left = self._found, self._machine.block_tokens, request.input_tokens
+        found, block_tokens = self._found, self._machine.block_tokens
         for tier_id, num_blocks in prompt.cached_by_tier.items():
-            # Only the last block may be partly filled.
-            num_tokens = min(num_blocks * block_tokens, left)
-            left -= num_tokens
-            found.tokens_found[tier_id] = found.tokens_found.get(tier_id, 0) + num_tokens
-        num_found = request.input_tokens - left
+            found.tokens_found[tier_id] = found.tokens_found.get(tier_id, 0) + num_blocks * block_tokens
+        num_found = prompt.length * block_tokens
         found.blocks_found += prompt.length
         found.document_tokens_found += min(num_found, request.document_tokens)
         node.found.tokens_found += num_found
