@@ -1,4 +1,4 @@
-"""Each write policy, and exclusive tiers, on a load that shows what they are for: pages of 64 tokens, LRU everywhere."""
+"""Each write policy, and exclusive tiers, on a load that shows what they are for. Pages of 64 tokens; LRU in tiers."""
 
 import dataclasses
 from collections.abc import Callable
