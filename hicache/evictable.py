@@ -33,11 +33,15 @@ class Evictable:
         self.policies = tuple(policies)
         """Of the tiers. In a node's listings, `droppable` has the bit after theirs."""
         self.droppable = droppable
-        self.listeners = tuple(listeners)
         self._orders = self.policies if droppable is None else (*self.policies, droppable)
-        # Bit masks of the orders that hear of more than what is listed.
-        self.hears_shape = _mask([isinstance(each, HearsShape) for each in self._orders])
-        self.hears_residency = _mask([isinstance(each, HearsResidency) for each in self._orders])
+        # Asked once: `isinstance` of a protocol takes longer than a policy does.
+        self._unshaped = sum([1 << at for at, each in enumerate(self._orders) if not isinstance(each, HearsShape)])
+        self._shaped = (*[each for each in self._orders if isinstance(each, HearsShape)], *listeners)
+        self.is_shape_heard = bool(self._shaped)
+        """Whether somebody hears of joins."""
+        self._residents = [each if isinstance(each, HearsResidency) else None for each in policies]
+        self.hears_residency = sum([1 << at for at, each in enumerate(self._residents) if each is not None])
+        """Bit mask of the tiers whose policy hears of residency."""
         self._slowest = 1 << (len(policies) - 1)
         self._droppable = 0 if droppable is None else 1 << len(policies)
 
@@ -79,26 +83,24 @@ class Evictable:
                 policy.touch(node, now)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Tell the same policies, and those that hear of shapes, that the node was split."""
-        told = lower._listed | self.hears_shape
-        for index, policy in enumerate(self._orders):
-            if told >> index & 1:
-                policy.split(upper, lower)
-        for listener in self.listeners:
-            listener.split(upper, lower)
+        """Tell the same policies, and whoever hears of shapes, that the node was split."""
+        told = lower._listed & self._unshaped
+        if told:
+            for index, policy in enumerate(self._orders):
+                if told >> index & 1:
+                    policy.split(upper, lower)
+        for each in self._shaped:
+            each.split(upper, lower)
 
     def joined(self, upper: Node, lower: Node) -> None:
-        """Tell the policies that hear of shapes that `lower`, which is not listed, is to take the pages of `upper`."""
-        for policy in self._orders:
-            if isinstance(policy, HearsShape):
-                policy.joined(upper, lower)
-        for listener in self.listeners:
-            listener.joined(upper, lower)
+        """Tell whoever hears of shapes that `lower`, which is not listed, is to take the pages of `upper`."""
+        for each in self._shaped:
+            each.joined(upper, lower)
 
     def moved(self, node: Node, index: int, is_in: bool) -> None:
         """Tell the policy of a tier, which hears of residency, that the node has entered or left it."""
-        policy = self.policies[index]
-        assert isinstance(policy, HearsResidency), "it does not hear of residency"
+        policy = self._residents[index]
+        assert policy is not None, "it does not hear of residency"
         if is_in:
             policy.entered(node)
         else:
@@ -118,10 +120,6 @@ class Evictable:
     def coldest(self) -> Iterator[Node]:
         """The droppable nodes, least recently used first; none without such an order."""
         return iter(()) if self.droppable is None else self.droppable.victims()
-
-
-def _mask(bits: Sequence[bool]) -> int:
-    return sum([bit << at for at, bit in enumerate(bits)])
 
 
 def tiers_of_children(node: Node) -> int:

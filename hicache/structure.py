@@ -373,14 +373,14 @@ class Structure:
         if upper._states >> RANK_SHIFT:
             self._ranked.merge(upper, lower)
         later = upper._last_access > lower._last_access
-        is_heard = bool(self._evictable.hears_shape)
+        is_heard = self._evictable.is_shape_heard
         states = lower._states
         if later or is_heard:
             # It takes another place in the policies' orders: which one is for them to say once it is whole.
             lower._states = 0
             self._refresh(lower)
             lower._states = states
-        if is_heard or self._evictable.listeners:
+        if is_heard:
             self._evictable.joined(upper, lower)
         parent, siblings = place(upper)
         gap = upper._start + upper._num_pages * self._page_bytes

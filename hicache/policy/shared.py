@@ -47,13 +47,27 @@ _LEAST_QUOTA: Final = 0.5
 """Pages that a quota of none counts for: who has one holds too much with its first page."""
 
 
+class _Kept:
+    """A policy, and by what else it hears. Asked once: `isinstance` of a protocol takes longer than a policy does."""
+
+    __slots__ = ("capacity", "hints", "policy", "residency", "shape", "uses")
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.residency = policy if isinstance(policy, HearsResidency) else None
+        self.shape = policy if isinstance(policy, HearsShape) else None
+        self.uses = policy if isinstance(policy, HearsUses) else None
+        self.hints = policy if isinstance(policy, HearsHints) else None
+        self.capacity = policy if isinstance(policy, HearsCapacity) else None
+
+
 @dataclass(slots=True, eq=False)
 class _Tenant:
     """What the tier holds of one tenant."""
 
     name: str
     serial: int
-    main: EvictionPolicy
+    main: _Kept
     """Keeps all pages of ordinary rank, and knows of all others."""
     quota: int | None
     capacity: int
@@ -64,20 +78,20 @@ class _Tenant:
     is_idle: bool = True
     place: tuple[float, int] | None = None
     """Where it stands in the order of claims: while it may lose something, and is not idle."""
-    ranked: dict[int, EvictionPolicy] = field(default_factory=dict)
+    ranked: dict[int, _Kept] = field(default_factory=dict)
     """Those of other ranks: each knows what is listed in it."""
 
-    def policies(self) -> list[EvictionPolicy]:
+    def kept(self) -> list[_Kept]:
         return [self.main, *self.ranked.values()]
 
     def victims(self) -> Iterator[Node]:
         if not self.ranked:
-            return self.main.victims()
+            return self.main.policy.victims()
         return self._by_rank()
 
     def _by_rank(self) -> Iterator[Node]:
         for rank in sorted([DEFAULT_RANK, *self.ranked]):
-            yield from (self.main if rank == DEFAULT_RANK else self.ranked[rank]).victims()
+            yield from (self.main if rank == DEFAULT_RANK else self.ranked[rank]).policy.victims()
 
 
 @dataclass(slots=True, order=True)
@@ -139,14 +153,14 @@ class SharedPolicy:
     def entered(self, node: Node) -> None:
         tenant = self._tenant(node)
         self._count(tenant, node.num_pages)
-        if isinstance(tenant.main, HearsResidency):
-            tenant.main.entered(node)
+        if tenant.main.residency is not None:
+            tenant.main.residency.entered(node)
 
     def left(self, node: Node) -> None:
         tenant = self._tenant(node)
         self._count(tenant, -node.num_pages)
-        if isinstance(tenant.main, HearsResidency):
-            tenant.main.left(node)
+        if tenant.main.residency is not None:
+            tenant.main.residency.left(node)
 
     def add(self, node: Node, now: float) -> None:
         self._now = max(self._now, now)
@@ -155,45 +169,46 @@ class SharedPolicy:
         if tenant.num_listed == 1:
             self._moved.add(tenant)
         if rank == DEFAULT_RANK:
-            tenant.main.add(node, now)
+            tenant.main.policy.add(node, now)
             return
-        policy = tenant.ranked.get(rank)
-        if policy is None:
-            policy = tenant.ranked[rank] = self._make_ranked()
+        kept = tenant.ranked.get(rank)
+        if kept is None:
+            kept = tenant.ranked[rank] = _Kept(self._make_ranked())
         self._ranks[node.box] = rank
-        if isinstance(policy, HearsResidency):
-            policy.entered(node)
-        policy.add(node, now)
+        if kept.residency is not None:
+            kept.residency.entered(node)
+        kept.policy.add(node, now)
 
     def discard(self, node: Node) -> None:
-        tenant, rank = self._tenant(node), self._ranks.pop(node.box, None)
+        tenant = self._tenant(node)
         tenant.num_listed -= 1
         if not tenant.num_listed:
             self._moved.add(tenant)
+        rank = self._ranks.pop(node.box, None) if self._ranks else None
         if rank is None:
-            tenant.main.discard(node)
+            tenant.main.policy.discard(node)
             return
-        policy = tenant.ranked[rank]
-        policy.discard(node)
-        if isinstance(policy, HearsResidency):
-            policy.left(node)
+        kept = tenant.ranked[rank]
+        kept.policy.discard(node)
+        if kept.residency is not None:
+            kept.residency.left(node)
 
     def touch(self, node: Node, now: float) -> None:
         tenant, rank = self._tenant(node), self._ranks.get(node.box)
-        (tenant.main if rank is None else tenant.ranked[rank]).touch(node, now)
+        (tenant.main if rank is None else tenant.ranked[rank]).policy.touch(node, now)
 
     def split(self, upper: Node, lower: Node) -> None:
         tenant = self._tenant(lower)
-        for policy in tenant.policies():
-            policy.split(upper, lower)
+        for kept in tenant.kept():
+            kept.policy.split(upper, lower)
         ranked = tenant.ranked.get(self._ranks.get(lower.box, DEFAULT_RANK))
-        if isinstance(ranked, HearsResidency):
-            ranked.left(upper)  # it comes when it may leave, as all that this one knows
+        if ranked is not None and ranked.residency is not None:
+            ranked.residency.left(upper)  # it comes when it may leave, as all that this one knows
 
     def joined(self, upper: Node, lower: Node) -> None:
-        for policy in self._tenant(lower).policies():
-            if isinstance(policy, HearsShape):
-                policy.joined(upper, lower)
+        for kept in self._tenant(lower).kept():
+            if kept.shape is not None:
+                kept.shape.joined(upper, lower)
 
     def used(self, use: Use) -> None:
         self._now = max(self._now, use.now)
@@ -209,14 +224,14 @@ class SharedPolicy:
             self._by_use[tenant] = None
             self._by_use.move_to_end(tenant)
         self._resize(tenant)
-        for policy in tenant.policies():
-            if isinstance(policy, HearsUses):
-                policy.used(use)
+        for kept in tenant.kept():
+            if kept.uses is not None:
+                kept.uses.used(use)
 
     def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
-        for policy in self._tenant(path[0]).policies():
-            if isinstance(policy, HearsHints):
-                policy.hinted(path, hint, now)
+        for kept in self._tenant(path[0]).kept():
+            if kept.hints is not None:
+                kept.hints.hinted(path, hint, now)
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
@@ -271,7 +286,7 @@ class SharedPolicy:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._serial += 1
-            tenant = _Tenant(name, self._serial, self._make(), self._quotas.get(name), self._capacity)
+            tenant = _Tenant(name, self._serial, _Kept(self._make()), self._quotas.get(name), self._capacity)
             self._tenants[name] = tenant
             self._by_serial[self._serial] = tenant
             self._empty[tenant] = None
@@ -317,8 +332,8 @@ class SharedPolicy:
             capacity = max(1, int(share), tenant.pages)
         if abs(capacity - tenant.capacity) > RESIZED_FROM * tenant.capacity:
             tenant.capacity = capacity
-            if isinstance(tenant.main, HearsCapacity):
-                tenant.main.resized(capacity)
+            if tenant.main.capacity is not None:
+                tenant.main.capacity.resized(capacity)
 
     def _settle(self) -> None:
         """Bring the orders up to date: who has become idle, and the places of those whose pages have changed."""

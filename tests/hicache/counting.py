@@ -110,7 +110,7 @@ def _check_shared(policy: SharedPolicy, in_tier: Mapping[Node, int]) -> None:
     pages = {name: sum(nodes.values()) for name, nodes in held.items()}
     assert policy.pages_by_tenant() == pages
     for name, tenant in policy._tenants.items():
-        check_counts(tenant.main, held.get(name, {}))
+        check_counts(tenant.main.policy, held.get(name, {}))
     _check_order(policy, list(policy.victims()), dict(pages))
 
 
