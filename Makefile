@@ -48,8 +48,8 @@ proto: $(READY) ## remake the messages of the sidecar's wire from service/proto/
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. hicache/service/proto/hicache.proto
 
 .PHONY: kernels
-kernels: $(READY) ## compile the kernels for GPUs that need not be there, and print what they need
-	$(BIN)/python -m hicache.kernels.compile_report --pairwise $(KERNELS_ARGS)
+kernels: $(READY) ## compile every form of the kernels for GPUs that need not be there, and print what it needs
+	$(BIN)/python -m hicache.kernels.compile_report $(KERNELS_ARGS)
 
 .PHONY: bench
 bench: $(READY) ## run the demo and keep its figures in bench.json

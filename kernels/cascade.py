@@ -11,6 +11,7 @@ import torch
 
 from hicache.kernels import launch
 from hicache.kernels.checks import (
+    HEAD_DIM_MAX,
     check_indptr,
     check_lengths,
     check_page_ids,
@@ -61,7 +62,7 @@ def cascade_decode(
     be outside of it. `workspace`: float32 [n], n at least what `splits.workspace_elements` says for the sum of both
     numbers of splits; for CUDA graphs as for `paged_decode`. Raises `BadArgument`.
     """
-    check_query(query)
+    check_query(query, head_dim_max=HEAD_DIM_MAX)
     launch.require_launchable("query", query.device)
     shape = check_pages("pages", pages, query, stored_dtypes(query))
     num_seqs, num_heads, head_dim = query.shape

@@ -11,6 +11,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types that the kernels take."""
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Element types that stored keys and values may have beside that of the query."""
+HEAD_DIM_MAX = 256
+"""Greatest head of keys and values of their own, for which the shared memory of a GPU has room."""
 
 
 class PageShape(NamedTuple):
@@ -46,11 +48,16 @@ def check_tensor(
         raise BadArgument(argument, f"has stride {tensor.stride(-1)} in its last dimension, expected 1")
 
 
-def check_query(query: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
-    """Refuse a query that is not [T, HQ, D] with at least one head of at least one element."""
+def check_query(
+    query: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES, head_dim_max: int | None = None
+) -> None:
+    """Refuse a query that is not [T, HQ, D] with at least one head of at least one element, and at most
+    `head_dim_max`."""
     check_tensor("query", query, (None, None, None), dtype=dtypes)
     if query.shape[1] < 1 or query.shape[2] < 1:
         raise BadArgument("query", f"has shape {list(query.shape)}, expected at least one head and one element")
+    if head_dim_max is not None and query.shape[2] > head_dim_max:
+        raise BadArgument("query", f"has heads of {query.shape[2]} elements, expected at most {head_dim_max}")
 
 
 def stored_dtypes(query: torch.Tensor) -> tuple[torch.dtype, ...]:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from hicache.kernels import language, launch
 from hicache.kernels.checks import (
+    HEAD_DIM_MAX,
     check_lengths,
     check_page_ids,
     check_page_scales,
@@ -54,24 +55,24 @@ def paged_decode(
 ) -> AttentionState:
     """Attend one query token of each of `B` sequences to its pages, by the Triton kernel.
 
-    query [B, HQ, D], float16, bfloat16 or float32, D contiguous. pages [num_slots, 2, page_size, H, D], of the query's
-    dtype or, for half precision, float8_e4m3fn or float8_e5m2; D contiguous, any other stride: keys in plane 0, values
-    in plane 1; HQ a multiple of H. page_scales float32 [num_slots, 2, H], any stride (0 for a scale that pages share),
-    at least 0: multiply what is stored; None for 1. block_tables int32 [B, max_pages]: slots of each sequence's pages
-    in order, of which the first `ceil(seq_lens / page_size)` are read; a negative id is a page that is not in this
-    memory, and its tokens are passed over: that is the residency mask. seq_lens int32 [B], tokens of each sequence, 0
-    to `max_pages * page_size`. query_positions int32 [B], where a window counts from: the index that the query itself
-    has or would have in the table, at least `seq_lens - 1`, which None stands for. All on one device. `scale`
-    multiplies the scores. `num_splits`: into how many parts each sequence is cut, chosen from its greatest length and
-    the device if None. `initial`: the state of the same queries over other keys, float32, to be merged in; it may be
-    what `output` and `lse` are.
+    query [B, HQ, D], float16, bfloat16 or float32, D contiguous and at most 256. pages [num_slots, 2, page_size, H, D],
+    of the query's dtype or, for half precision, float8_e4m3fn or float8_e5m2; D contiguous, any other stride: keys in
+    plane 0, values in plane 1; HQ a multiple of H. page_scales float32 [num_slots, 2, H], any stride (0 for a scale
+    that pages share), at least 0: multiply what is stored; None for 1. block_tables int32 [B, max_pages]: slots of each
+    sequence's pages in order, of which the first `ceil(seq_lens / page_size)` are read; a negative id is a page that is
+    not in this memory, and its tokens are passed over: that is the residency mask. seq_lens int32 [B], tokens of each
+    sequence, 0 to `max_pages * page_size`. query_positions int32 [B], where a window counts from: the index that the
+    query itself has or would have in the table, at least `seq_lens - 1`, which None stands for. All on one device.
+    `scale` multiplies the scores. `num_splits`: into how many parts each sequence is cut, chosen from its greatest
+    length and the device if None. `initial`: the state of the same queries over other keys, float32, to be merged in;
+    it may be what `output` and `lse` are.
 
     Writes into `output` [B, HQ, D], of any of the query's dtypes, and `lse` [B, HQ], float32, and keeps partial states
     in `workspace`, float32 [n], n at least what `splits.workspace_elements` says. What is not given is allocated, the
     output in the query's dtype; where all three are, nothing is, and the call can be captured in a CUDA graph. It does
     not wait for the device. Page ids and lengths are checked on the CPU only. Raises `BadArgument`.
     """
-    check_query(query)
+    check_query(query, head_dim_max=HEAD_DIM_MAX)
     launch.require_launchable("query", query.device)
     shape = check_pages("pages", pages, query, stored_dtypes(query))
     num_seqs, num_heads, head_dim = query.shape
@@ -150,6 +151,8 @@ def decode_variant(
     rows = min(rows_max, max(16, next_power_of_2(group * num_tokens)))  # 16: the least that a tensor core takes
     constants = {"G": group, "D": head_dim, "PAGE": page_size, "BM": rows, "BD": max(16, next_power_of_2(head_dim))}
     if dtype == torch.float32:
+        if page_size < 16:  # an address of its own for each key or few, for which larger blocks lack the registers
+            return Variant({**constants, "BN": 16}, num_warps=4, num_stages=2)
         return Variant({**constants, "BN": 32}, num_warps=8, num_stages=2)
     if rows > 16:
         return Variant({**constants, "BN": 32 if is_float8 or head_dim > 128 else 64}, num_warps=8, num_stages=3)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from hicache.kernels import language, launch
 from hicache.kernels.checks import (
+    HEAD_DIM_MAX,
     check_group,
     check_indptr,
     check_lengths,
@@ -52,7 +53,8 @@ def paged_extend(
     """Attend the new tokens of `B` sequences to their prefixes and to the new tokens up to themselves, by the kernel.
 
     query [N, HQ, D], float16, bfloat16 or float32: all new tokens, those of sequence `b` at `indptr[b]` to
-    `indptr[b + 1]`; indptr int32 [B + 1], from 0 to N. All on one device; D contiguous everywhere.
+    `indptr[b + 1]`; indptr int32 [B + 1], from 0 to N. All on one device; D contiguous everywhere
+    and at most 256.
 
     The prefix is given by all of: pages [num_slots, 2, page_size, H, D], of the query's dtype or, for half precision,
     float8_e4m3fn or float8_e5m2, any stride but in D; block_tables int32 [B, max_pages], where a negative id is a page
@@ -72,7 +74,7 @@ def paged_extend(
     otherwise, the output in the query's dtype. Page ids, lengths and offsets are checked on the CPU only.
     Raises `BadArgument`.
     """
-    check_query(query)
+    check_query(query, head_dim_max=HEAD_DIM_MAX)
     launch.require_launchable("query", query.device)
     num_tokens, num_heads, head_dim = query.shape
     device = query.device

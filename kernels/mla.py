@@ -8,6 +8,8 @@ Chunked prefill is the same call: once the new tokens' vectors are in their page
 with its sequence's table and as many tokens as it sees. As a token alone has many heads, nothing is lost by that.
 """
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,9 @@ from hicache.kernels.state import (
     attention_reference,
     pages_reference,
 )
+
+_LATENT_DIM_MAX: Final = 512
+_ROPE_DIM_MAX: Final = 64
 
 
 def mla_decode(
@@ -48,7 +53,7 @@ def mla_decode(
     """Attend one query token in each of `B` rows to the pages of its sequence, by the Triton kernel.
 
     query [B, HQ, DL + DR], float16, bfloat16 or float32: of each head the part that meets the latent, of DL =
-    `latent_dim` elements, then that which meets the rope part; DL a power of two, DL and DR at least 16. pages
+    `latent_dim` elements, then that which meets the rope part; DL a power of two, 16 to 512, and DR 16 to 64. pages
     [num_slots, page_size, DL + DR], one layer of the vectors of all tokens, of the query's dtype or, for half
     precision, float8_e4m3fn or float8_e5m2; the last dimension contiguous, any other stride. page_scales float32
     [num_slots], any stride, at least 0: multiply what is stored; None for 1.
@@ -62,10 +67,11 @@ def mla_decode(
     launch.require_launchable("query", query.device)
     num_rows, num_heads, head_dim = query.shape
     device = query.device
-    if latent_dim < 16 or latent_dim & (latent_dim - 1) or head_dim - latent_dim < 16:
-        raise BadArgument(
-            "latent_dim", f"is {latent_dim} of {head_dim}, expected a power of two of at least 16 that leaves 16"
-        )
+    if not 16 <= latent_dim <= _LATENT_DIM_MAX or latent_dim & (latent_dim - 1):
+        raise BadArgument("latent_dim", f"is {latent_dim}, expected a power of two from 16 to {_LATENT_DIM_MAX}")
+    if not 16 <= head_dim - latent_dim <= _ROPE_DIM_MAX:
+        expected = f"{latent_dim + 16} to {latent_dim + _ROPE_DIM_MAX}"
+        raise BadArgument("query", f"has heads of {head_dim} elements, expected {expected} with this latent_dim")
     check_tensor("pages", pages, (None, None, head_dim), dtype=stored_dtypes(query), device=device)
     num_slots, page_size = pages.shape[:2]
     if page_size < 1:

@@ -248,6 +248,19 @@ def test_a_cuda_graph_can_capture_it(
     assert [kernel.name for kernel in launched] == kernels
 
 
+def test_numbers_that_the_launcher_makes_constants(launched: list[Any]) -> None:
+    """Triton compiles a form of its own where an integer is 1, in which it is no tensor any more."""
+    scoring = Scoring(window=1, keep_first=1)
+    query, pages = on_meta(1, 2, 64), on_meta(9, 2, 16, 2, 64)
+    tables, lengths = on_meta(1, 1, dtype=torch.int32), on_meta(1, dtype=torch.int32)
+    paged_decode(query, pages, tables, lengths, scale=1.0, scoring=scoring, num_splits=1)
+    key = on_meta(1, 2, 64)
+    indptr = on_meta(2, dtype=torch.int32)
+    paged_extend(query, indptr, scale=1.0, scoring=scoring, key=key, value=key)
+    mla_decode(on_meta(1, 1, 80), on_meta(9, 1, 80), tables, lengths, latent_dim=64, scale=1.0, num_splits=1)
+    assert [kernel.name for kernel in launched] == [DECODE, EXTEND, MLA]
+
+
 def test_a_recorder_would_see_an_allocation() -> None:
     with Recorder() as recorder:
         on_meta(3)

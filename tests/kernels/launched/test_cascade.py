@@ -157,6 +157,7 @@ GOOD = make_sharing(Random(0), {20: [5, 1], 7: [3]}, dtype=torch.float32)
     ("argument", "changes"),
     [
         ("query", {"query": GOOD.query[0]}),
+        ("query", {"query": torch.zeros(3, 6, 257)}),
         ("pages", {"pages": GOOD.tokens.pages.half()}),
         ("page_scales", {"page_scales": torch.ones(1, 2, 2)}),
         ("group_indptr", {"group_indptr": GOOD.indptr.long()}),

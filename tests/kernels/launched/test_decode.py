@@ -333,6 +333,7 @@ QUERY = tensor(RANDOM, 2, 4, 64, dtype=torch.float32)
     [
         ("query", {"query": QUERY[0]}),
         ("query", {"query": QUERY.double()}),
+        ("query", {"query": torch.zeros(2, 4, 257)}),
         ("pages", {"pages": GOOD.pages[:, :1]}),
         ("pages", {"pages": GOOD.pages.half()}),
         ("pages", {"pages": GOOD.pages[..., :32]}),

@@ -315,6 +315,7 @@ ARGUMENTS: dict[str, Any] = {
     ("argument", "changes"),
     [
         ("query", {"query": GOOD.query[0]}),
+        ("query", {"query": torch.zeros(7, 4, 257)}),
         ("indptr", {"indptr": GOOD.indptr.long()}),
         ("indptr", {"indptr": GOOD.indptr[:0]}),
         ("max_new_tokens", {"max_new_tokens": 8}),
