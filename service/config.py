@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hicache.admissions import ALWAYS
 from hicache.arguments import MAX_NAME_CHARS, flag, name, real, whole
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.policies import LRU, check_policy
+from hicache.quotas import TenantQuota
 from hicache.service.sockets import default_directory
 from hicache.write_policy import WritePolicy
 
@@ -73,12 +75,15 @@ class ServeConfig:
     nvme_min_free_bytes: int = 0
     nvme_write_bytes_per_day: int | None = None
     nvme_codec: str = "none"
+    nvme_admission: str = ALWAYS
     metadata_bytes: int | None = None
     policy: str = LRU
     write_policy: str = WritePolicy.DEMOTE.value
     exclusive: bool = False
     tenants: Mapping[str, bytes | None] = field(default_factory=dict)
     """SHA-256 of each tenant's secret, None for one that needs none. Empty: there is one tenant, without a name."""
+    quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
+    """What of each tier is one tenant's own, for tenants that have such a part."""
     limits: Limits = Limits()
     times: Times = Times()
 
@@ -94,13 +99,18 @@ class ServeConfig:
             if key not in values:
                 raise BadRequest(key, "is missing")
         parsed = {key: KEYS[key](key, value) for key, value in values.items()}
-        check_policy(parsed.get("policy", LRU))
+        named = {key.removeprefix("tenants."): _tenant(key, table) for key, table in tenants.items()}
         config = cls(
             layout=_layout(parsed),
             host_bytes=parsed["host.bytes"],
             limits=Limits(**_group(parsed, "limits.")),
             times=Times(**_group(parsed, "times.")),
-            tenants=_tenants(tenants),
+            tenants={tenant: table.get("secret_sha256") for tenant, table in named.items()},
+            quotas={
+                tenant: TenantQuota(host=table.get("host"), nvme=table.get("nvme"))
+                for tenant, table in named.items()
+                if "host" in table or "nvme" in table
+            },
             **{_FIELDS[key]: value for key, value in parsed.items() if key in _FIELDS},
         )
         config._check_together()
@@ -136,22 +146,16 @@ def _layout(parsed: Mapping[str, Any]) -> KVLayout:
         raise BadRequest("layout", f"{error.field}: {error.problem}") from None
 
 
-def _tenants(tables: Mapping[str, object]) -> dict[str, bytes | None]:
-    tenants: dict[str, bytes | None] = {}
-    for key, table in tables.items():
-        tenant = name(key, key.removeprefix("tenants."))
-        if not tenant:
-            raise BadRequest("tenants", "the name of a tenant is empty")
-        if not isinstance(table, Mapping):
-            raise BadRequest(key, "is not a table")
-        for each in table:
-            if each != "secret_sha256":
-                raise BadRequest(f"{key}.{each}", "is not a key that can be set")
-        digest = table.get("secret_sha256")
-        if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-            raise BadRequest(f"{key}.secret_sha256", "is not a SHA-256 in 64 hexadecimal digits")
-        tenants[tenant] = bytes.fromhex(digest) if isinstance(digest, str) else None
-    return tenants
+def _tenant(key: str, table: object) -> dict[str, Any]:
+    """One tenant's table, checked."""
+    if not name(key, key.removeprefix("tenants.")):
+        raise BadRequest("tenants", "the name of a tenant is empty")
+    if not isinstance(table, Mapping):
+        raise BadRequest(key, "is not a table")
+    for each in table:
+        if each not in TENANT_KEYS:
+            raise BadRequest(f"{key}.{each}", "is not a key that can be set")
+    return {each: TENANT_KEYS[each](f"{key}.{each}", value) for each, value in table.items()}
 
 
 # -- kinds of values --------------------------------------------------------------------------------------------------
@@ -187,6 +191,17 @@ def _share(key: str, value: object) -> float:
     return share
 
 
+def _part(key: str, value: object) -> float | int:
+    """Of a tier: a share as a float, or bytes."""
+    return _share(key, value) if isinstance(value, float) else _bytes(key, value)
+
+
+def _digest(key: str, value: object) -> bytes:
+    if not (isinstance(value, str) and _DIGEST.fullmatch(value)):
+        raise BadRequest(key, "is not a SHA-256 in 64 hexadecimal digits")
+    return bytes.fromhex(value)
+
+
 def _text(key: str, value: object) -> str:
     if not isinstance(value, str):
         raise BadRequest(key, f"{type(value).__name__} is not a text")
@@ -211,6 +226,11 @@ def _dtype(key: str, value: object) -> KVDtype:
         raise BadRequest(key, f"{value!r:.80} is none of {', '.join(each.value for each in KVDtype)}") from None
 
 
+def _policy(key: str, value: object) -> str:
+    check_policy(_text(key, value))
+    return str(value)
+
+
 def _write_policy(key: str, value: object) -> str:
     try:
         return WritePolicy.named(_text(key, value)).value
@@ -231,8 +251,9 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "nvme.min_free_bytes": _bytes,
     "nvme.write_bytes_per_day": _bytes,
     "nvme.codec": _text,
+    "nvme.admission": _text,
     "metadata_bytes": _bytes,
-    "policy": _text,
+    "policy": _policy,
     "write_policy": _write_policy,
     "exclusive": flag,
     "limits.max_sessions": _count,
@@ -250,7 +271,14 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "times.max_call_s": _seconds,
     "times.drain_s": _seconds,
 }
-"""Every key, and what makes a value of it. `tenants.NAME` are tables beside, with an optional `secret_sha256`."""
+"""Every key, and what makes a value of it."""
+
+TENANT_KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
+    "secret_sha256": _digest,
+    "host": _part,
+    "nvme": _part,
+}
+"""The keys of a table `tenants.NAME`, all optional: its secret, and what of each tier is its own."""
 
 REQUIRED: Final = ("layout.num_layers", "layout.num_kv_heads", "layout.head_dim", "layout.dtype", "layout.page_size",
                    "host.bytes")  # fmt: skip
@@ -262,6 +290,7 @@ _FIELDS: Final = {
     "nvme.min_free_bytes": "nvme_min_free_bytes",
     "nvme.write_bytes_per_day": "nvme_write_bytes_per_day",
     "nvme.codec": "nvme_codec",
+    "nvme.admission": "nvme_admission",
     "metadata_bytes": "metadata_bytes",
     "policy": "policy",
     "write_policy": "write_policy",

@@ -119,6 +119,29 @@ def _unpack(code: str, data: bytes) -> "array[int]":
     return values
 
 
+def with_tokens(message: bytes, tokens: "bytes | memoryview") -> bytes:
+    """A packed request whose prefix has packed token ids as well.
+
+    A request's field 1 is its prefix, whose field 3 are the tokens; and a field that holds a message and comes twice is
+    merged into one. So the ids, half a megabyte of a long prompt, are copied once instead of into a message, out of it
+    and into bytes.
+    """
+    if not len(tokens):
+        return message
+    head = b"\x1a" + _varint(len(tokens))
+    return b"".join((message, b"\x0a", _varint(len(head) + len(tokens)), head, tokens))
+
+
+def _varint(number: int) -> bytes:
+    """A length as protobuf writes it."""
+    written = bytearray()
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
+
+
 def frame(message: Message) -> bytes:
     """A message as it stands on the hello socket."""
     data = message.SerializeToString()

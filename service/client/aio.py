@@ -106,6 +106,20 @@ class AsyncClient:
         """See `Client.prefetch`."""
         return await self._run(lambda attachment: calls.prefetch(attachment, prompt, within_s, max_pages), timeout_s)
 
+    async def hint(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        retain_s: float | None = None,
+        expected_return_s: float | None = None,
+        returns: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """See `Client.hint`."""
+        message = calls.make_hint(priority, retain_s, expected_return_s, returns)
+        return await self._run(lambda attachment: calls.hint(attachment, prompt, message), timeout_s)
+
     @property
     def durable_sequence(self) -> int:
         """See `Client.durable_sequence`."""

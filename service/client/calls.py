@@ -6,7 +6,7 @@ there is one place for what a call means.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,6 +45,8 @@ class Request:
 
     method: str
     message: Message
+    tokens: memoryview = memoryview(b"")  # noqa: RUF009  # immutable
+    """Packed ids that belong into the message's prefix (`hicache.service.wire.with_tokens`)."""
 
 
 Steps = Generator[Request, Any, T]
@@ -118,29 +120,29 @@ class Reserved:
 
 
 def _with_prefix(
-    attachment: Attachment, prompt: Prompt, num_tokens: int, ask: Callable[[pb.Prefix], Request]
+    attachment: Attachment, prompt: Prompt, num_tokens: int, method: str, message: Any
 ) -> Steps[Any]:
-    """Make a call about the first tokens of a prompt; again with all of them if the server has forgotten the handle."""
+    """Make a call about the first tokens of a prompt; again with all of them if the server has forgotten the handle.
+    `message` has a prefix, which is filled in here."""
     if not isinstance(prompt, Prompt):
         raise BadRequest("prompt", f"{type(prompt).__name__} is no Prompt")
     number = attachment.namespaces.get(prompt.namespace)
     if number is None:
         reply = yield Request("Register", pb.RegisterRequest(record=prompt.namespace.encode()))
         number = attachment.namespaces[prompt.namespace] = reply.namespace_id
-    handle, tokens = prompt.since(attachment, num_tokens)
+    message.prefix.namespace_id = number
+    message.prefix.handle, tokens = prompt.since(attachment, num_tokens)
     try:
-        return (yield ask(pb.Prefix(namespace_id=number, handle=handle, tokens=tokens)))
+        return (yield Request(method, message, tokens))
     except UnknownHandle:
         prompt.forget()
-        _, tokens = prompt.since(attachment, num_tokens)
-        return (yield ask(pb.Prefix(namespace_id=number, tokens=tokens)))
+        message.prefix.handle, tokens = prompt.since(attachment, num_tokens)
+        return (yield Request(method, message, tokens))
 
 
 def lookup(attachment: Attachment, prompt: Prompt) -> Steps[Lookup]:
     """How much of a prompt is cached, and where."""
-    reply = yield from _with_prefix(
-        attachment, prompt, len(prompt), lambda prefix: Request("Lookup", pb.LookupRequest(prefix=prefix))
-    )
+    reply = yield from _with_prefix(attachment, prompt, len(prompt), "Lookup", pb.LookupRequest())
     prompt.learn(attachment, reply.handle, reply.num_tokens)
     runs = tuple([(TIER_NAMES.get(run.tier, "?"), run.num_tokens) for run in reply.runs])
     return Lookup(reply.num_tokens, reply.partial_tokens, runs)
@@ -149,12 +151,8 @@ def lookup(attachment: Attachment, prompt: Prompt) -> Steps[Lookup]:
 def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Granted]:
     """Have what is cached of a prompt brought to the arena and kept there."""
     with attachment.numbered() as call:
-        reply = yield from _with_prefix(
-            attachment,
-            prompt,
-            len(prompt),
-            lambda prefix: Request("Acquire", pb.AcquireRequest(prefix=prefix, first_page=first_page, call=call)),
-        )
+        message = pb.AcquireRequest(first_page=first_page, call=call)
+        reply = yield from _with_prefix(attachment, prompt, len(prompt), "Acquire", message)
     prompt.learn(attachment, reply.handle, reply.num_tokens)
     return Granted(
         reply.lease,
@@ -169,9 +167,7 @@ def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Gr
 def pin(attachment: Attachment, prompt: Prompt) -> Steps[Pinned]:
     """Have what is cached of a prompt kept in the cache."""
     with attachment.numbered() as call:
-        reply = yield from _with_prefix(
-            attachment, prompt, len(prompt), lambda prefix: Request("Pin", pb.PinRequest(prefix=prefix, call=call))
-        )
+        reply = yield from _with_prefix(attachment, prompt, len(prompt), "Pin", pb.PinRequest(call=call))
     return Pinned(reply.lease, reply.num_tokens)
 
 
@@ -191,12 +187,8 @@ def reserve(attachment: Attachment, prompt: Prompt, num_tokens: int | None, firs
         problem = f"{num_tokens} is not one or more whole pages of {page_size} within {len(prompt)} tokens"
         raise BadRequest("num_tokens", problem)
     with attachment.numbered() as call:
-        reply = yield from _with_prefix(
-            attachment,
-            prompt,
-            num_tokens,
-            lambda prefix: Request("Reserve", pb.ReserveRequest(prefix=prefix, first_page=first_page, call=call)),
-        )
+        message = pb.ReserveRequest(first_page=first_page, call=call)
+        reply = yield from _with_prefix(attachment, prompt, num_tokens, "Reserve", message)
     return Reserved(
         Outcome(reply.outcome),
         reason_name(reply.reason),
@@ -224,15 +216,37 @@ def commit(
 def prefetch(attachment: Attachment, prompt: Prompt, within_s: float, max_pages: int) -> Steps[Prefetched]:
     """Have what NVMe alone has of a prompt brought to the arena."""
     milliseconds = max(1, round(within_s * 1000))
-    reply = yield from _with_prefix(
-        attachment,
-        prompt,
-        len(prompt),
-        lambda prefix: Request(
-            "Prefetch", pb.PrefetchRequest(prefix=prefix, within_ms=milliseconds, max_pages=max_pages)
-        ),
-    )
+    message = pb.PrefetchRequest(within_ms=milliseconds, max_pages=max_pages)
+    reply = yield from _with_prefix(attachment, prompt, len(prompt), "Prefetch", message)
     return Prefetched(reply.num_there, reply.num_begun, reply.num_left_out)
+
+
+def hint(attachment: Attachment, prompt: Prompt, message: pb.HintRequest) -> Steps[int]:
+    """Say what is known of the future of a prompt."""
+    reply = yield from _with_prefix(attachment, prompt, len(prompt), "Hint", message)
+    return int(reply.num_tokens)
+
+
+def make_hint(
+    priority: int, retain_s: float | None, expected_return_s: float | None, returns: bool | None
+) -> pb.HintRequest:
+    """The message of a hint. Raises `BadRequest` for numbers that no message can carry; the server knows the bounds."""
+    if not -(2**31) <= priority < 2**31:
+        raise BadRequest("priority", f"{priority} is not an integer of 32 bits")
+    message = pb.HintRequest(priority=priority)
+    if retain_s is not None:
+        message.retain_ms = _milliseconds("retain_s", retain_s)
+    if expected_return_s is not None:
+        message.expected_return_ms = _milliseconds("expected_return_s", expected_return_s)
+    if returns is not None:
+        message.returns = returns
+    return message
+
+
+def _milliseconds(field: str, seconds: float) -> int:
+    if not 0 <= seconds < 1e12:
+        raise BadRequest(field, f"{seconds} is not a number of seconds from now")
+    return round(seconds * 1000)
 
 
 REPLIES: Final[Mapping[str, type[Message]]] = {
@@ -244,5 +258,6 @@ REPLIES: Final[Mapping[str, type[Message]]] = {
     "Reserve": pb.ReserveReply,
     "Commit": pb.CommitReply,
     "Prefetch": pb.PrefetchReply,
+    "Hint": pb.HintReply,
 }
 """What each method answers."""

@@ -139,6 +139,22 @@ class Client:
         `within_s` seconds. `max_pages`: at most so many; 0 for the server's own bound. Does not wait for the disk."""
         return self._run(lambda attachment: calls.prefetch(attachment, prompt, within_s, max_pages), timeout_s)
 
+    def hint(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        retain_s: float | None = None,
+        expected_return_s: float | None = None,
+        returns: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Say what is known of the future of a prompt: that it comes back, or not, or in so many seconds; that it is to
+        stay longer than others for so many seconds; that others leave after it (a priority above 0, at most 4) or
+        before it (below 0). Returns how many tokens of it are cached: the hint is about these."""
+        message = calls.make_hint(priority, retain_s, expected_return_s, returns)
+        return self._run(lambda attachment: calls.hint(attachment, prompt, message), timeout_s)
+
     @property
     def durable_sequence(self) -> int:
         """The number up to which all promises of durability of this session are settled (`Committed.sequence`)."""

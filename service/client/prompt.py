@@ -44,10 +44,10 @@ class Prompt:
         """What the server named has left its cache: the next call sends all tokens."""
         self._session, self._handle = None, (0, 0)
 
-    def since(self, session: object, num_tokens: int) -> tuple[int, bytes]:
+    def since(self, session: object, num_tokens: int) -> tuple[int, memoryview]:
         """The first `num_tokens` tokens as a session can be told: a handle, 0 for the root, and the packed ids behind
-        it."""
+        it. Those are looked at in place: while they are, the prompt cannot grow."""
         handle, num_known = self._handle if session is self._session else (0, 0)
         if num_known > num_tokens:
             handle, num_known = 0, 0
-        return handle, bytes(memoryview(self._packed)[TOKEN_BYTES * num_known : TOKEN_BYTES * num_tokens])
+        return handle, memoryview(self._packed)[TOKEN_BYTES * num_known : TOKEN_BYTES * num_tokens]

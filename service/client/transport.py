@@ -89,7 +89,7 @@ class GrpcTransport:
         )
         self._calls: Final = {
             name: self._channel.unary_unary(
-                _METHODS[name], request_serializer=_serialize, response_deserializer=kind.FromString
+                _METHODS[name], request_serializer=_packed, response_deserializer=kind.FromString
             )
             for name, kind in REPLIES.items()
         }
@@ -128,7 +128,7 @@ class GrpcTransport:
     def call(self, request: Request, timeout_s: float) -> Any:
         """See `Transport.call`."""
         try:
-            return self._calls[request.method](request.message, timeout=timeout_s, metadata=self._metadata)
+            return self._calls[request.method](request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error) from None
 
@@ -151,7 +151,7 @@ class AsyncGrpcTransport:
         )
         self._calls: Final = {
             name: self._channel.unary_unary(
-                _METHODS[name], request_serializer=_serialize, response_deserializer=kind.FromString
+                _METHODS[name], request_serializer=_packed, response_deserializer=kind.FromString
             )
             for name, kind in REPLIES.items()
         }
@@ -186,7 +186,7 @@ class AsyncGrpcTransport:
     async def call(self, request: Request, timeout_s: float) -> Any:
         """See `Transport.call`."""
         try:
-            return await self._calls[request.method](request.message, timeout=timeout_s, metadata=self._metadata)
+            return await self._calls[request.method](request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error) from None
 
@@ -228,6 +228,10 @@ def say_hello(directory: Path, hello: pb.Hello, timeout_s: float) -> tuple[pb.We
 
 def _serialize(message: Any) -> bytes:
     return message.SerializeToString()  # type: ignore[no-any-return]  # of any message
+
+
+def _packed(request: Request) -> bytes:
+    return wire.with_tokens(request.message.SerializeToString(), request.tokens)
 
 
 def error_of(error: Any) -> Exception:

@@ -348,6 +348,26 @@ class PrefetchReply(_message.Message):
     num_left_out: int
     def __init__(self, num_there: _Optional[int] = ..., num_begun: _Optional[int] = ..., num_left_out: _Optional[int] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("prefix", "returns", "expected_return_ms", "retain_ms", "priority")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_RETURN_MS_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    prefix: Prefix
+    returns: bool
+    expected_return_ms: int
+    retain_ms: int
+    priority: int
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., returns: _Optional[bool] = ..., expected_return_ms: _Optional[int] = ..., retain_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class HintReply(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+
 class InspectRequest(_message.Message):
     __slots__ = ("view",)
     VIEW_FIELD_NUMBER: _ClassVar[int]

@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 from aiofiles.os import wrap
 
+from hicache.admissions import admission_named
 from hicache.cache import Cache
 from hicache.clock import Clock
 from hicache.errors import BadRequest
@@ -21,6 +22,8 @@ _KEYS: Final = {
     "nvme_min_free_bytes": "nvme.min_free_bytes",
     "nvme_write_bytes_per_day": "nvme.write_bytes_per_day",
     "nvme_codec": "nvme.codec",
+    "admission": "nvme.admission",
+    "tenant_quotas": "tenants",
 }
 """Arguments of the embedded cache by another name than the key of a server's configuration."""
 
@@ -49,6 +52,8 @@ def options_of(config: ServeConfig) -> Options:
             policy=config.policy,
             write_policy=config.write_policy,
             exclusive=config.exclusive,
+            admission=config.nvme_admission,
+            tenant_quotas=config.quotas,
             prefill=None,
             progress=None,
         )
@@ -63,17 +68,21 @@ async def open_cache(options: Options, clock: Clock) -> Served:
         host = await wrap(HostTier)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
         stack.push_async_callback(host.close)
         tiers: dict[TierId, Tier] = {HOST: host}
+        admission = None
         if options.nvme_dirs:
             # Last, because it alone leaves something behind.
             nvme = await wrap(open_nvme)(options, clock)
             stack.push_async_callback(nvme.close)
             tiers[NVME] = nvme
+            admission = admission_named(options.admission, nvme.capacity_pages, pages_per_s=options.nvme_pages_per_s)
         cache = Cache(
             options.layout,
             tiers,
             clock=clock,
             policy=options.policy,
+            tenant_quotas=options.tenant_quotas,
             metadata_bytes=options.metadata_bytes,
+            admission=admission,
             write_policy=options.write_policy,
             exclusive=options.exclusive,
         )

@@ -91,8 +91,7 @@ class DataCalls:
 
     async def lookup(self, call: Call, request: pb.LookupRequest) -> pb.LookupReply:
         """See the proto. Does not wait."""
-        namespace, tokens = self._sessions.resolve(call.session, request.prefix)
-        match = self._cache.tree.match(namespace, tokens, published=False)
+        match = self._sessions.match(call.session, request.prefix)
         coverage = self._cache.coverage(match)
         return pb.LookupReply(
             num_tokens=coverage.num_tokens,
@@ -129,7 +128,7 @@ class DataCalls:
                 path = cache.path(lease)
                 if path:
                     cache.writing_through.used(path[-1])
-                    cache.tell_use(lease)
+                    cache.tell_use(lease, coverage.runs)
                     reply = self._lend(session, lease, path, request)
                     if reply is None:
                         cache.release(lease)
@@ -204,8 +203,7 @@ class DataCalls:
         """See the proto. Does not wait."""
         sessions, session, tree = self._sessions, call.session, self._cache.tree
         sessions.require_lease(session)
-        namespace, tokens = sessions.resolve(session, request.prefix)
-        match = tree.match(namespace, tokens, published=False)
+        match = sessions.match(session, request.prefix)
         if not match.nodes:
             return pb.PinReply()
         lease = tree.lease(match, owner=session.owner, deadline=None, now=self._cache.clock.monotonic())
@@ -243,6 +241,19 @@ class DataCalls:
             max_pages=request.max_pages or None,
         )
         return pb.PrefetchReply(num_there=begun.num_there, num_begun=begun.num_begun, num_left_out=begun.num_left_out)
+
+    async def hint(self, call: Call, request: pb.HintRequest) -> pb.HintReply:
+        """See the proto. Does not wait."""
+        namespace, tokens = self._sessions.resolve(call.session, request.prefix)
+        num_tokens = self._cache.hint(
+            namespace,
+            tokens,
+            priority=request.priority,
+            retain_s=request.retain_ms / 1000 if request.HasField("retain_ms") else None,
+            expected_return_s=request.expected_return_ms / 1000 if request.HasField("expected_return_ms") else None,
+            returns=request.returns if request.HasField("returns") else None,
+        )
+        return pb.HintReply(num_tokens=num_tokens)
 
 
 def _runs(coverage: Coverage) -> list[pb.Run]:

@@ -33,6 +33,7 @@ from hicache.service.server.promises import Promises
 from hicache.service.server.staging import Staging
 from hicache.service.wire import TOKEN_BYTES
 from hicache.tier import HOST, Slots
+from hicache.tree import Match
 
 TICK_S: Final = 0.2
 """How often sessions are looked at for silence."""
@@ -42,6 +43,7 @@ MAX_ABANDONED: Final = 4096
 """Abandoned calls of a session that are remembered, and that one beat may name."""
 
 Tokens = npt.NDArray[np.int32]
+_INT32: Final = np.dtype("<i4")
 _log = logging.getLogger(__name__)
 
 
@@ -280,10 +282,25 @@ class Sessions:
     def resolve(self, session: Session, prefix: pb.Prefix) -> tuple[Namespace, Tokens]:
         """What a prefix means: its namespace, and all its token ids. Raises `BadRequest`, `UnknownHandle`,
         `LimitReached`."""
-        namespace = session.namespace(prefix.namespace_id)
-        if len(prefix.tokens) % 4:
-            raise BadRequest("prefix.tokens", f"{len(prefix.tokens)} bytes are no whole ids of 4")
-        tokens = np.frombuffer(prefix.tokens, np.dtype("<i4"))
+        namespace, node, num_known, tokens = self._parts(session, prefix)
+        if node is None:
+            return namespace, tokens
+        return namespace, np.concatenate([self.cache.tree.tokens_of(node)[:num_known], tokens])
+
+    def match(self, session: Session, prefix: pb.Prefix) -> Match:
+        """What is cached of a prefix; only what lies behind its handle is compared. Raises as `resolve` does."""
+        namespace, node, num_known, tokens = self._parts(session, prefix)
+        if node is None:
+            return self.cache.tree.match(namespace, tokens, published=False)
+        return self.cache.tree.match_after(node, num_known // self.cache.layout.page_size, tokens)
+
+    def _parts(self, session: Session, prefix: pb.Prefix) -> tuple[Namespace, Node | None, int, Tokens]:
+        """A prefix as its namespace, the node that its handle names, the tokens that this stands for, and those behind
+        them."""
+        namespace, packed = session.namespace(prefix.namespace_id), prefix.tokens
+        if len(packed) % 4:
+            raise BadRequest("prefix.tokens", f"{len(packed)} bytes are no whole ids of 4")
+        tokens = np.frombuffer(packed, _INT32)
         num_known, node = 0, None
         if prefix.handle:
             handle = session.handles.get(prefix.handle)
@@ -298,9 +315,7 @@ class Sessions:
         if num_known + len(tokens) > self.limits.max_tokens:
             problem = f"{num_known + len(tokens)} tokens are more than {self.limits.max_tokens}"
             raise LimitReached(problem, field="max_tokens")
-        if node is None:
-            return namespace, tokens
-        return namespace, np.concatenate([self.cache.tree.tokens_of(node)[:num_known], tokens])
+        return namespace, node, num_known, tokens
 
     def handle(self, session: Session, namespace_id: int, node: Node, num_pages: int) -> int:
         """Name the first `num_pages` pages on the path to a node, which reaches as far, to the session."""

@@ -131,8 +131,9 @@ def thread_server(directory: Path, **more: Any) -> Iterator[ThreadServer]:
 class ServerProcess:
     """`hicache serve` in a process of its own."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
-        self.directory = directory / "run"
+    def __init__(self, directory: Path, arguments: Sequence[str], *, name: str = "run") -> None:
+        """`name`: of the socket directory, in `directory`."""
+        self.directory = directory / name
         self._errors = directory / "errors"
         with self._errors.open("ab") as errors:
             self.process = subprocess.Popen(

@@ -238,6 +238,23 @@ def test_prefetching_what_is_there_begins_nothing(server: ThreadServer) -> None:
         assert client.prefetch(Prompt(NAMESPACE, tokens), within_s=1.0).num_begun == 0
 
 
+def test_hints_are_about_what_is_cached(server: ThreadServer) -> None:
+    """What is retained stays when as much again is stored as there is room for; a hint on nothing is no error."""
+    tokens = list(range(65_500, 65_500 + 2 * PAGE))
+    with connect(server.directory) as client:
+        assert client.hint(Prompt(NAMESPACE, tokens), returns=True) == 0
+        store(client, tokens)
+        assert client.hint(Prompt(NAMESPACE, [*tokens, 1]), retain_s=600.0, priority=1) == 2 * PAGE
+        for round_ in range(10):
+            store(client, range(80_000 + 1000 * round_, 80_000 + 1000 * round_ + 10 * PAGE))
+        assert check(client, tokens) == 2 * PAGE
+        assert client.hint(Prompt(NAMESPACE, tokens), expected_return_s=5.0, returns=False) == 2 * PAGE
+        wrong: dict[str, Any]
+        for wrong in ({"priority": 5}, {"retain_s": 1e9}, {"priority": 2**31}, {"retain_s": -1.0}):
+            with pytest.raises(BadRequest, match=next(iter(wrong))):
+                client.hint(Prompt(NAMESPACE, tokens), **wrong)
+
+
 def test_a_namespace_that_does_not_fit_is_refused(server: ThreadServer) -> None:
     """F31."""
     other = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT16, page_size=PAGE)
@@ -337,6 +354,7 @@ def test_the_awaited_client_means_the_same(server: ThreadServer) -> None:
                 assert (await reservation.commit()).num_tokens == 2 * PAGE
             async with await client.acquire(prompt) as lease:
                 assert lease.read() == page_bytes(tokens, 0) + page_bytes(tokens, 1)
+            assert await client.hint(prompt, returns=True) == 2 * PAGE
             assert (await client.prefetch(prompt, within_s=1.0)).num_there == 2
             pinned = await client.pin(prompt)
             await client.unpin(pinned)
