@@ -37,7 +37,7 @@ THIRD_PARTY: Final = {
     "hicache": {"numpy", "sortedcontainers"},
     "tiers": _TIERS,
     "service": _SERVICE,
-    "tools": _SERVICE | {"rich", "tokenizers", "triton"},
+    "tools": _SERVICE | {"PIL", "rich", "tokenizers", "triton"},
 }
 """Packages beside the standard library that a folder may import. Tests may import anything."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from PIL import Image
 
 from hicache.admissions import ADMISSIONS
 from hicache.policies import NAMES
@@ -19,12 +20,14 @@ from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
 from hicache.tools.replay.generators import WORKLOADS, generate
 from hicache.tools.replay.machine import NODES_MAX, Machine
+from hicache.tools.replay.plot import HEIGHT, WIDTH
 from hicache.tools.replay.readers import Request, Trace, whole_blocks
 from hicache.tools.replay.router import ROUTERS
 from hicache.tools.replay.run import replay
 from hicache.write_policy import WritePolicy
 
 EXCERPTS: Final = Path(__file__).parent / "traces"
+TRACE: Final = str(EXCERPTS / "mooncake.jsonl")
 CHAT: Final = [
     whole_blocks(each, 64) for each in generate(WORKLOADS["chat"], seed=1, num_requests=150, block_tokens=64)
 ]
@@ -169,7 +172,26 @@ def test_the_plot_is_whole_and_names_its_curves(tmp_path: Path, capsys: pytest.C
     root = ElementTree.fromstring(target.read_text())
     texts = [each.text for each in root.iter() if each.tag.endswith("text")]
     assert {"lru", "lrfu", "MIN", "capacity in tokens"} <= set(texts)
-    assert sum(each.tag.endswith("polyline") for each in root.iter()) == 3
+    named = {each.get("stroke") for each in root.iter() if each.tag.endswith("polyline")}
+    assert {"#0b6fb8", "#c2410c", "#8a8a8a"} < named
+    assert sum(each.tag.endswith("circle") for each in root.iter()) == 2
+
+
+def test_the_plot_as_png_shows_the_same_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "curves.png"
+    shown(capsys, TRACE, "--device", "20ktok", "--host", "40ktok", "--compare", "lru,lrfu", "--plot", target)
+    with Image.open(target) as image:
+        assert (image.format, image.size) == ("PNG", (2 * WIDTH, 2 * HEIGHT))
+        colours = {colour for _, colour in image.getcolors(1 << 24) or []}
+    assert {(0x0B, 0x6F, 0xB8), (0xC2, 0x41, 0x0C), (0x8A, 0x8A, 0x8A), (0xFF, 0xFF, 0xFF)} <= colours
+
+
+def test_without_pillow_png_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert main(["replay", TRACE, "--plot", "curve.png"]) == 2
+    assert "pip install hicache[plot]" in capsys.readouterr().err
 
 
 def test_first_requests_only_and_bad_lines_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,9 +202,6 @@ def test_first_requests_only_and_bad_lines_counted(tmp_path: Path, capsys: pytes
     found = shown(capsys, path, "--limit", 7, "--skip-bad")["load"]
     assert (found["num_requests"], found["num_bad"]) == (7, 1)
     assert found["tokens"] == sum(request.input_tokens for request in islice(Trace(EXCERPTS / "mooncake.jsonl"), 7))
-
-
-TRACE: Final = str(EXCERPTS / "mooncake.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +231,7 @@ TRACE: Final = str(EXCERPTS / "mooncake.jsonl")
         ([TRACE, "--nodes", "0"], "--nodes: 0 is not within 1 to 64"),
         ([TRACE, "--admission", "never"], "--admission: invalid choice: 'never'"),
         ([TRACE, "--admission", "predicted", "--nvme", "0"], "--admission: is about NVMe, and there is none"),
-        ([TRACE, "--plot", "curve.png"], "--plot: curve.png does not end in .svg"),
+        ([TRACE, "--plot", "curve.pdf"], "--plot: curve.pdf does not end in .svg or .png"),
         ([TRACE, "--plot", "nowhere/curve.svg"], "--plot: there is no directory nowhere"),
         ([TRACE, "--exclusive", "--write-policy", "write-through"], "--exclusive: does not go with write-through"),
     ],

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +30,7 @@ TOTAL_BLOCKS_MAX: Final = 20_000_000
 """Most blocks of a load, all prompts together: some 4 bytes each while it is replayed, 40 while MIN is worked out."""
 REQUESTS_MAX: Final = 10_000_000
 NODES_MAX: Final = 64
+PLOT_SUFFIXES: Final = (".svg", ".png")
 _TOKEN_UNITS: Final = {"tok": 1, "ktok": 10**3, "mtok": 10**6, "gtok": 10**9}
 _CURVE_FACTORS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
 """Capacities of a plot, in parts of what all tiers have together."""
@@ -92,7 +94,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                        help="tokens a second at the beginning of a prompt (default 20000)")  # fmt: skip
     cache.add_argument("--concurrency", type=int, default=64, metavar="N", help="most requests at a time (default 64)")
     shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw hit rates over capacities, one tier alone")
+    shown.add_argument("--plot", type=Path, metavar="FILE",
+                       help="draw hit rates over capacities, one tier alone: .svg, or .png with Pillow")  # fmt: skip
     shown.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -198,8 +201,11 @@ def _check(args: argparse.Namespace) -> None:
         if path is not None and not path.is_file():
             raise UsageProblem(f"{printable(str(path))}: there is no such file")
     if args.plot is not None:
-        if args.plot.suffix != ".svg":
-            raise UsageProblem(f"--plot: {printable(str(args.plot))} does not end in .svg")
+        if args.plot.suffix not in PLOT_SUFFIXES:
+            raise UsageProblem(f"--plot: {printable(str(args.plot))} does not end in {' or '.join(PLOT_SUFFIXES)}")
+        if args.plot.suffix == ".png" and find_spec("PIL") is None:
+            raise UsageProblem("--plot: PNG is drawn by Pillow, which is not installed (pip install hicache[plot]); "
+                               ".svg needs nothing")  # fmt: skip
         if not args.plot.parent.is_dir():
             raise UsageProblem(f"--plot: there is no directory {printable(str(args.plot.parent))}")
 
@@ -356,10 +362,11 @@ def _found_alone(
 
 
 def _draw(path: Path, comparison: "Comparison") -> None:
+    from hicache.tools.replay.pictures import PICTURES
     from hicache.tools.replay.plot import chart
 
     load, machine = comparison.load, comparison.machine
-    text = chart(
+    shapes = chart(
         f"{load.name}: blocks found",
         {name: points for name, points in comparison.curves.items() if name != "MIN"},
         bound=comparison.curves["MIN"],
@@ -370,6 +377,6 @@ def _draw(path: Path, comparison: "Comparison") -> None:
         },
     )
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(PICTURES[path.suffix](shapes))
     except OSError as problem:
         raise CommandFailed(f"{printable(str(path))}: {problem.strerror}") from problem

@@ -1,9 +1,9 @@
-"""A line chart as an SVG file, out of the standard library alone."""
+"""A line chart of hit rates over capacities: where its lines and words are, whatever they are drawn with."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import log2
-from typing import Final
-from xml.sax.saxutils import escape
+from typing import Final, Literal
 
 WIDTH: Final = 760
 HEIGHT: Final = 440
@@ -13,6 +13,41 @@ _GREY: Final = "#8a8a8a"
 
 Points = Sequence[tuple[float, float]]
 """Capacity in tokens, above 0, and hit rate, 0 to 1; in order of capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through places in the picture, which has its origin at the upper left."""
+
+    places: tuple[tuple[float, float], ...]
+    colour: str
+    """`#rrggbb`, as everywhere."""
+    width: float = 1.0
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Words on a base line that begins, has its middle, or ends at a place."""
+
+    x: float
+    y: float
+    text: str
+    anchor: Literal["start", "middle", "end"]
+    colour: str
+    size: int = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A small ring, white inside."""
+
+    x: float
+    y: float
+    colour: str
+
+
+Shape = Line | Text | Ring
 
 
 def format_count(count: float) -> str:
@@ -28,8 +63,10 @@ def format_count(count: float) -> str:
     return f"{count:.0f}" if not unit else f"{count:#.3g}".removesuffix(".") + unit
 
 
-def chart(title: str, curves: Mapping[str, Points], *, bound: Points, marked: Mapping[str, tuple[float, float]]) -> str:
-    """Hit rates over capacities, which double from one grid line to the next.
+def chart(
+    title: str, curves: Mapping[str, Points], *, bound: Points, marked: Mapping[str, tuple[float, float]]
+) -> list[Shape]:
+    """Hit rates over capacities, which double from one grid line to the next, on white, `WIDTH` by `HEIGHT`.
 
     Args:
         title: above the chart.
@@ -49,45 +86,32 @@ def chart(title: str, curves: Mapping[str, Points], *, bound: Points, marked: Ma
     def y(rate: float) -> float:
         return HEIGHT - _BOTTOM - rate / top * (HEIGHT - _TOP - _BOTTOM)
 
-    def line(points: Points, colour: str, dashes: str = "") -> str:
-        places = " ".join(f"{x(capacity):.1f},{y(rate):.1f}" for capacity, rate in points)
-        return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
+    def curve(name: str, points: Points, colour: str, row: int, *, is_dashed: bool = False) -> list[Shape]:
+        """A curve, and its name beside the chart."""
+        beside = _TOP + 20.0 * row
+        return [
+            Line(tuple([(x(capacity), y(rate)) for capacity, rate in points]), colour, 2.0, is_dashed),
+            Line(((WIDTH - _RIGHT + 12, beside + 8), (WIDTH - _RIGHT + 30, beside + 8)), colour, 2.0, is_dashed),
+            Text(WIDTH - _RIGHT + 34, beside + 12, name, "start", colour),
+        ]
 
-    def label(name: str, points: Points, colour: str, row: int) -> str:
-        return _text(WIDTH - _RIGHT + 34, _TOP + 12 + 20 * row, name, "start", colour) + (
-            f'<line x1="{WIDTH - _RIGHT + 12}" x2="{WIDTH - _RIGHT + 30}" y1="{_TOP + 8 + 20 * row}" '
-            f'y2="{_TOP + 8 + 20 * row}" stroke="{colour}" stroke-width="2"/>'
-        )
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(_LEFT, 24, title, "start", "#111111", size=15),
-        _text((WIDTH - _RIGHT + _LEFT) / 2, HEIGHT - 12, "capacity in tokens", "middle", "#333333"),
-        _text(_LEFT, _TOP - 6, "hit rate", "end", "#333333"),
+    shapes: list[Shape] = [
+        Text(_LEFT, 24, title, "start", "#111111", size=15),
+        Text((WIDTH - _RIGHT + _LEFT) / 2, HEIGHT - 12, "capacity in tokens", "middle", "#333333"),
+        Text(_LEFT, _TOP - 6, "hit rate", "end", "#333333"),
     ]
     for step in range(6):
         rate = top * step / 5
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(rate):.1f}" y2="{y(rate):.1f}" stroke="#e3e3e3"/>'
-        )
-        parts.append(_text(_LEFT - 8, y(rate) + 4, f"{100 * rate:.3g} %", "end", "#333333"))
+        shapes.append(Line(((_LEFT, y(rate)), (WIDTH - _RIGHT, y(rate))), "#e3e3e3"))
+        shapes.append(Text(_LEFT - 8, y(rate) + 4, f"{100 * rate:.3g} %", "end", "#333333"))
     for capacity, _ in bound:
-        at = f"{x(capacity):.1f}"
-        parts.append(f'<line x1="{at}" x2="{at}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="#eeeeee"/>')
-        parts.append(_text(x(capacity), HEIGHT - _BOTTOM + 18, format_count(capacity), "middle", "#333333"))
-    parts += [line(bound, _GREY, ' stroke-dasharray="6 4"'), label("MIN", bound, _GREY, 0)]
+        shapes.append(Line(((x(capacity), _TOP), (x(capacity), HEIGHT - _BOTTOM)), "#eeeeee"))
+        shapes.append(Text(x(capacity), HEIGHT - _BOTTOM + 18, format_count(capacity), "middle", "#333333"))
+    shapes += curve("MIN", bound, _GREY, 0, is_dashed=True)
     for row, (name, points) in enumerate(curves.items()):
         colour = _COLOURS[row % len(_COLOURS)]
-        parts += [line(points, colour), label(name, points, colour, row + 1)]
+        shapes += curve(name, points, colour, row + 1)
         if name in marked:
             capacity, rate = marked[name]
-            parts.append(f'<circle cx="{x(capacity):.1f}" cy="{y(rate):.1f}" r="4" fill="#ffffff" stroke="{colour}" '
-                         'stroke-width="2"/>')  # fmt: skip
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _text(x: float, y: float, text: str, anchor: str, colour: str, *, size: int = 12) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
-    )
+            shapes.append(Ring(x(capacity), y(rate), colour))
+    return shapes
