@@ -230,6 +230,8 @@ def test_first_requests_only_and_bad_lines_counted(tmp_path: Path, capsys: pytes
         (["--synthetic", "chat", "--set", "turns=0"], "--set: turns: 0 is not within 1 to 1000"),
         ([TRACE, "--nodes", "0"], "--nodes: 0 is not within 1 to 64"),
         ([TRACE, "--admission", "never"], "--admission: invalid choice: 'never'"),
+        ([TRACE, "--exclusive", "--nvme", "0"], "--exclusive: is about NVMe, and there is none"),
+        ([TRACE, "--write-policy", "write-through", "--nvme", "0"], "--write-policy: is about NVMe"),
         ([TRACE, "--admission", "predicted", "--nvme", "0"], "--admission: is about NVMe, and there is none"),
         ([TRACE, "--plot", "curve.pdf"], "--plot: curve.pdf does not end in .svg or .png"),
         ([TRACE, "--plot", "nowhere/curve.svg"], "--plot: there is no directory nowhere"),

@@ -61,8 +61,14 @@ class Machine:
         if not 1 <= self.nodes <= NODES_MAX:
             raise BadRequest("nodes", f"{self.nodes} is not within 1 to {NODES_MAX}")
         check_admission(self.admission)
-        if self.admission != ALWAYS and not self.nvme_pages:
-            raise BadRequest("admission", "is about NVMe, and there is none")
+        if not self.nvme_pages:
+            for name, is_given in (
+                ("admission", self.admission != ALWAYS),
+                ("write_policy", self.write_policy is not WritePolicy.DEMOTE),
+                ("exclusive", self.exclusive),
+            ):
+                if is_given:
+                    raise BadRequest(name, "is about NVMe, and there is none")
         if self.exclusive and self.write_policy is not WritePolicy.DEMOTE:
             raise BadRequest("exclusive", f"does not go with {self.write_policy.value}, which keeps copies on NVMe")
 

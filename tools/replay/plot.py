@@ -98,7 +98,7 @@ def chart(
     shapes: list[Shape] = [
         Text(_LEFT, 24, title, "start", "#111111", size=15),
         Text((WIDTH - _RIGHT + _LEFT) / 2, HEIGHT - 12, "capacity in tokens", "middle", "#333333"),
-        Text(_LEFT, _TOP - 6, "hit rate", "end", "#333333"),
+        Text(_LEFT - 8, _TOP - 14, "hit rate", "end", "#333333"),
     ]
     for step in range(6):
         rate = top * step / 5
