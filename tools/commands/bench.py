@@ -63,6 +63,14 @@ def _codec(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: codec.run(report, note, divisor=args.scale)
 
 
+def _attention(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import attention
+    from hicache.tools.bench.scratch import check_directory
+
+    check_directory(args.dir, attention.NVME_BYTES)
+    return lambda report, note: attention.run(report, note, args.dir, attention.Scale(args.scale))
+
+
 def _policy(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     from hicache.tools.bench import policy
 
@@ -79,6 +87,7 @@ BENCHES: Final = {
     "nvme": Bench("pages in and out of the NVMe tier, beside direct I/O without it", _nvme),
     "restart": Bench("how long until a cache that was killed is warm again", _restart),
     "policy": Bench("what eviction keeps of real workloads, beside LRU, S3-FIFO, LRFU and MIN", _policy),
+    "attention": Bench("attention over a context larger than its device tier, and over some of its pages", _attention),
     "codec": Bench("codecs on real KV: how small, how exact, how fast, and when they pay", _codec),
 }
 

@@ -1,0 +1,39 @@
+"""The bench of attention: its rows, and what it compares them with."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.tools.bench import attention
+from hicache.tools.bench.attention import Scale
+from hicache.tools.bench.demo_kv import Recorded
+from hicache.tools.bench.results import Row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_context_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ROUNDS", 1)
+    rows: dict[str, Row] = {}
+    attention.measure_dense(lambda row: rows.update({row.name: row}), tmp_path, Scale(32))
+    assert list(rows) == ["device_bytes", "prefill_q16", "decode_q1", "decode_q1_sdpa", "decode_q1_with_nvme"]
+    assert rows["device_bytes"].ok
+    assert rows["prefill_q16"].baseline is not None
+    assert rows["decode_q1"].bound == rows["decode_q1"].baseline.value  # type: ignore[union-attr]  # it has one
+    assert all(row.value > 0 for row in rows.values())
+    assert not list(tmp_path.glob("*bench*"))
+
+
+def test_sparse_decode_of_keys_with_a_place_worth_looking_at() -> None:
+    """Few keys matter to each query: they are found, and nothing is missed that was proved not to be."""
+    random = np.random.default_rng(0)
+    num_tokens, layers, heads, group, dim = 512, 2, 1, 2, 64
+    kv = random.standard_normal((layers, 2, num_tokens, heads, dim)).astype(np.float32)
+    wanted = random.integers(0, 448, (layers, num_tokens, heads * group))
+    queries = np.stack([8 * kv[layer, 0, wanted[layer], 0] for layer in range(layers)])
+    rows: dict[str, Row] = {}
+    attention.measure_sparse(lambda row: rows.update({row.name: row}), Recorded(kv, queries))
+    assert list(rows) == ["sparse_error", "sparse_violations", "sparse_metadata", "sparse_certified"]
+    assert all(row.ok is not False for row in rows.values())
+    assert rows["sparse_certified"].value > 0
