@@ -59,7 +59,7 @@ class Attachment:
 
     welcome: pb.Welcome
     memory: Memory
-    namespaces: dict[Namespace, int] = field(default_factory=dict)
+    namespaces: dict[tuple[Namespace, int], int] = field(default_factory=dict)
     durable_sequence: int = 0
     lost: set[int] = field(default_factory=set)
     """Promises of durability that were not kept."""
@@ -126,10 +126,11 @@ def _with_prefix(
     `message` has a prefix, which is filled in here."""
     if not isinstance(prompt, Prompt):
         raise BadRequest("prompt", f"{type(prompt).__name__} is no Prompt")
-    number = attachment.namespaces.get(prompt.namespace)
+    number = attachment.namespaces.get((prompt.namespace, prompt.rank))
     if number is None:
-        reply = yield Request("Register", pb.RegisterRequest(record=prompt.namespace.encode()))
-        number = attachment.namespaces[prompt.namespace] = reply.namespace_id
+        register = pb.RegisterRequest(record=prompt.namespace.encode(), rank=prompt.rank)
+        number = (yield Request("Register", register)).namespace_id
+        attachment.namespaces[prompt.namespace, prompt.rank] = number
     message.prefix.namespace_id = number
     message.prefix.handle, tokens = prompt.since(attachment, num_tokens)
     try:

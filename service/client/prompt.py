@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Final
 
+from hicache.arguments import whole
 from hicache.errors import BadRequest
 from hicache.namespace import Namespace
 from hicache.service.wire import pack_int32
@@ -16,13 +17,15 @@ class Prompt:
     To be used by one thread at a time. `namespace` has an empty tenant: that is the session's.
     """
 
-    __slots__ = ("_handle", "_packed", "_session", "namespace")
+    __slots__ = ("_handle", "_packed", "_session", "namespace", "rank")
 
-    def __init__(self, namespace: Namespace, tokens: Iterable[int] = ()) -> None:
-        """`tokens`: ids from 0 to 2^31 - 1; a buffer of int32 is taken as it is. Raises `BadRequest`."""
+    def __init__(self, namespace: Namespace, tokens: Iterable[int] = (), *, rank: int = 0) -> None:
+        """`tokens`: ids from 0 to 2^31 - 1; a buffer of int32 is taken as it is. `rank`: which of the namespace's
+        parallel ranks stores and reads; what is found is what all ranks have stored. Raises `BadRequest`."""
         if not isinstance(namespace, Namespace):
             raise BadRequest("namespace", f"{type(namespace).__name__} is no Namespace")
         self.namespace: Final = namespace
+        self.rank: Final = whole("rank", rank, 0, namespace.num_ranks - 1)
         self._packed = bytearray(pack_int32(tokens))
         self._session: object = None
         self._handle = (0, 0)

@@ -173,10 +173,12 @@ class Notice(_message.Message):
     def __init__(self, boot_id: _Optional[int] = ..., durable_sequence: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("record",)
+    __slots__ = ("record", "rank")
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     record: bytes
-    def __init__(self, record: _Optional[bytes] = ...) -> None: ...
+    rank: int
+    def __init__(self, record: _Optional[bytes] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("namespace_id",)

@@ -15,7 +15,8 @@ from hicache.residency import Residency
 from hicache.service.errors import LimitReached, UnknownSession, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.edge import Call
-from hicache.service.server.sessions import MAX_ABANDONED, Lent, Session, Sessions, Tokens
+from hicache.service.server.session import Lent, Session, Tokens
+from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.wire import parse
 from hicache.tier import HOST, NVME
@@ -85,13 +86,13 @@ class DataCalls:
 
     async def register(self, call: Call, request: pb.RegisterRequest) -> pb.RegisterReply:
         """See the proto."""
-        return pb.RegisterReply(namespace_id=self._sessions.register(call.session, request.record))
+        return pb.RegisterReply(namespace_id=self._sessions.names.register(call.session, request))
 
     # -- looking and leasing ------------------------------------------------------------------------------------------
 
     async def lookup(self, call: Call, request: pb.LookupRequest) -> pb.LookupReply:
         """See the proto. Does not wait."""
-        match = self._sessions.match(call.session, request.prefix)
+        match = self._sessions.names.match(call.session, request.prefix)
         coverage = self._cache.coverage(match)
         return pb.LookupReply(
             num_tokens=coverage.num_tokens,
@@ -104,7 +105,7 @@ class DataCalls:
         if not match.nodes:
             return 0
         num_pages = match.num_tokens // self._cache.layout.page_size
-        return self._sessions.handle(session, namespace_id, match.nodes[-1], num_pages)
+        return self._sessions.names.handle(session, namespace_id, match.nodes[-1], num_pages)
 
     async def acquire(self, call: Call, request: pb.AcquireRequest) -> pb.AcquireReply:
         """See the proto. Waits for copies from NVMe and for room in the arena, at most until the call's deadline: it
@@ -112,8 +113,8 @@ class DataCalls:
         cache, sessions, session = self._cache, self._sessions, call.session
         page_size = cache.layout.page_size
         sessions.require_lease(session)
-        namespace, tokens = sessions.resolve(session, request.prefix)
-        match = cache.tree.match(namespace, tokens, published=False)
+        namespace, tokens = sessions.names.resolve(session, request.prefix)
+        match = sessions.names.match(session, request.prefix)
         coverage = cache.coverage(match)
         self._count(tokens, coverage)
         reason, most = pb.REASON_NONE, request.first_page + sessions.room(session)
@@ -181,9 +182,9 @@ class DataCalls:
         pin = cache.tree.pin(kept, HOST)
         generation = cache.tiers[HOST].generation
         generations = np.array([generation(slot) for slot in slots.tolist()], np.dtype("<i8"))
-        lent = Lent(lease, pin, sum([node.num_pages for node in kept]))
+        lent = Lent((lease,), pin, sum([node.num_pages for node in kept]))
         return pb.AcquireReply(
-            handle=self._sessions.handle(session, request.prefix.namespace_id, kept[-1], start),
+            handle=self._sessions.names.handle(session, request.prefix.namespace_id, kept[-1], start),
             lease=self._sessions.lend(session, lent, call=request.call),
             num_tokens=start * page_size,
             first_page=first_page,
@@ -203,12 +204,13 @@ class DataCalls:
         """See the proto. Does not wait."""
         sessions, session, tree = self._sessions, call.session, self._cache.tree
         sessions.require_lease(session)
-        match = sessions.match(session, request.prefix)
-        if not match.nodes:
+        matches = sessions.names.match_each(session, request.prefix)
+        if not matches[0].nodes:
             return pb.PinReply()
-        lease = tree.lease(match, owner=session.owner, deadline=None, now=self._cache.clock.monotonic())
-        number = sessions.lend(session, Lent(lease, None, 0), call=request.call)
-        return pb.PinReply(lease=number, num_tokens=match.num_tokens)
+        now = self._cache.clock.monotonic()
+        leases = tuple([tree.lease(match, owner=session.owner, deadline=None, now=now) for match in matches])
+        number = sessions.lend(session, Lent(leases, None, 0), call=request.call)
+        return pb.PinReply(lease=number, num_tokens=matches[0].num_tokens)
 
     async def release(self, call: Call, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         """See the proto. Does not wait."""
@@ -233,7 +235,7 @@ class DataCalls:
         """See the proto. Does not wait."""
         if not 1 <= request.within_ms <= MAX_WITHIN_MS:
             raise BadRequest("within_ms", f"{request.within_ms} is not within 1 to {MAX_WITHIN_MS}")
-        namespace, tokens = self._sessions.resolve(call.session, request.prefix)
+        namespace, tokens = self._sessions.names.resolve(call.session, request.prefix)
         begun = self._cache.prefetch(
             namespace,
             tokens,
@@ -244,7 +246,7 @@ class DataCalls:
 
     async def hint(self, call: Call, request: pb.HintRequest) -> pb.HintReply:
         """See the proto. Does not wait."""
-        namespace, tokens = self._sessions.resolve(call.session, request.prefix)
+        namespace, tokens = self._sessions.names.resolve(call.session, request.prefix)
         num_tokens = self._cache.hint(
             namespace,
             tokens,

@@ -21,7 +21,8 @@ from google.protobuf.message_factory import GetMessageClass
 from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
 from hicache.service.errors import LimitReached, ServerFailure, UnknownSession, to_wire
-from hicache.service.server.sessions import Session, Sessions
+from hicache.service.server.session import Session
+from hicache.service.server.sessions import Sessions
 from hicache.service.wire import ERROR_METADATA, OVERHEAD_BYTES, TOKEN_METADATA, parse
 
 REPLY_S: Final = 0.05

@@ -19,7 +19,8 @@ from hicache.errors import BadRequest, Closed, HicacheError
 from hicache.service import wire
 from hicache.service.errors import Forbidden, ServerFailure, VersionMismatch, to_wire
 from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.server.sessions import Session, Sessions
+from hicache.service.server.session import Session
+from hicache.service.server.sessions import Sessions
 from hicache.service.server.staging import Staging
 from hicache.tiers.host import HostTier
 

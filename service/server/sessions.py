@@ -12,28 +12,20 @@ import itertools
 import logging
 import os
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from hicache.cache import Cache
-from hicache.errors import BadRequest, LeaseExpired
-from hicache.lease import Lease, Pin
-from hicache.namespace import Namespace
-from hicache.node import Node
+from hicache.errors import LeaseExpired
 from hicache.service.config import Limits, Times
-from hicache.service.errors import Draining, LayoutMismatch, LimitReached, UnknownHandle, UnknownSession
-from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.server.promises import Promises
+from hicache.service.errors import Draining, LimitReached, UnknownSession
+from hicache.service.server.boot import Boot
+from hicache.service.server.naming import Names
+from hicache.service.server.session import Lent, Reservation, Session
 from hicache.service.server.staging import Staging
 from hicache.service.wire import TOKEN_BYTES
-from hicache.tier import HOST, Slots
-from hicache.tree import Match
+from hicache.tier import HOST
 
 TICK_S: Final = 0.2
 """How often sessions are looked at for silence."""
@@ -42,114 +34,7 @@ HANDLE_TICKS: Final = 16
 MAX_ABANDONED: Final = 4096
 """Abandoned calls of a session that are remembered, and that one beat may name."""
 
-Tokens = npt.NDArray[np.int32]
-_INT32: Final = np.dtype("<i4")
 _log = logging.getLogger(__name__)
-
-
-class Boot:
-    """One start of the server: its id, and the ids that it gives out."""
-
-    def __init__(self) -> None:
-        self.id: Final = secrets.randbits(63) | 1 << 32
-        """Another number after each start; its upper half is not 0."""
-        self._last = 0
-
-    def next_id(self) -> int:
-        """An id that was never given out, by this start or, but for one chance in four billion, by another."""
-        self._last += 1
-        return self.id >> 32 << 32 | self._last & 0xFFFF_FFFF
-
-
-@dataclass(slots=True, eq=False)
-class Lent:
-    """A lease that a session has."""
-
-    lease: Lease
-    pin: Pin | None
-    """Keeps pages in place in the arena; None for a lease that keeps them in the cache alone."""
-    num_pages: int
-    """Pages kept in place."""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Room for pages that a session is about to write. Its slots are in no tree."""
-
-    namespace_id: int
-    namespace: Namespace
-    tokens: Tokens
-    """From the root to the end of the last page."""
-    first_page: int
-    slots: Slots
-    """In the host tier."""
-    staging_slots: Slots
-    lease: Lease
-    """Keeps the pages before `first_page`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A prefix that was told to the session: the first `num_pages` pages on the path to a node's end."""
-
-    namespace_id: int
-    node: Node
-    num_pages: int
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One attached process, and all it holds. Belongs to the event loop."""
-
-    number: int
-    """Shown to people."""
-    tenant: str
-    name: str
-    """As the client calls itself."""
-    uid: int
-    pid: int
-    key: bytes
-    """SHA-256 of its token."""
-    staging: Staging | None
-    last_heard: float
-    """Monotonic seconds: when the session was made, or its last beat."""
-    is_attached: bool = False
-    num_calls: int = 0
-    """Calls under way."""
-    num_pages: int = 0
-    """Arena pages that leases and reservations keep in place."""
-    namespaces: list[Namespace] = field(default_factory=list)
-    handles: OrderedDict[int, Handle] = field(default_factory=OrderedDict)
-    calls: dict[int, int] = field(default_factory=dict)
-    """What was lent to which call of the client's numbering, while it lasts."""
-    abandoned: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Calls that were given up before they were lent anything."""
-    leases: dict[int, Lent] = field(default_factory=dict)
-    reservations: dict[int, Reservation] = field(default_factory=dict)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the stream has something to tell."""
-    pidfd: int = -1
-    promises: Promises = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.promises = Promises(self.news.set)
-
-    @property
-    def owner(self) -> str:
-        """What the session's leases are owned by in the tree."""
-        return f"session-{self.number}"
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it holds nothing and waits for nothing."""
-        return not (self.leases or self.reservations or self.num_calls or self.promises.num_open)
-
-    def namespace(self, namespace_id: int) -> Namespace:
-        """A namespace that was registered. Raises `BadRequest`."""
-        if not 1 <= namespace_id <= len(self.namespaces):
-            raise BadRequest("prefix.namespace_id", f"{namespace_id} was not registered by this session")
-        return self.namespaces[namespace_id - 1]
 
 
 class Sessions:
@@ -160,6 +45,7 @@ class Sessions:
         self.limits: Final = limits
         self.times: Final = times
         self.boot: Final = Boot()
+        self.names: Final = Names(cache, limits, self.boot)
         self.is_draining = False
         self.num_begun = 0
         """Sessions since the start."""
@@ -248,8 +134,15 @@ class Sessions:
                 if now - session.last_heard > (self.times.lease_s if session.is_attached else self.times.attach_s):
                     self.end(session, "it was silent" if session.is_attached else "it never attached")
                 elif (session.number + tick) % HANDLE_TICKS == 0:
-                    self._forget_handles(session)
+                    self.names.forget(session)
+                    self._forget_calls(session)
         raise AssertionError("counting has no end")
+
+    def _forget_calls(self, session: Session) -> None:
+        """Calls are of no use when what they were lent has been given back."""
+        held = session.leases.keys() | session.reservations.keys()
+        for call in [call for call, number in session.calls.items() if number not in held]:
+            del session.calls[call]
 
     # -- what sessions hold -------------------------------------------------------------------------------------------
 
@@ -257,90 +150,6 @@ class Sessions:
         """Raise `UnknownSession` if it has ended, which may happen while one of its calls waits."""
         if session.ended.is_set():
             raise UnknownSession("it has ended")
-
-    def register(self, session: Session, record: bytes) -> int:
-        """The number of a namespace in the session's calls, from 1. Raises `BadRequest`, `LayoutMismatch`,
-        `LimitReached`."""
-        named = Namespace.decode(record)
-        if named.tenant:
-            raise BadRequest("record", "names a tenant; that is the session's")
-        if named.layout != self.cache.layout:
-            raise LayoutMismatch(
-                f"pages of {named.layout.page_bytes} bytes and {named.layout.page_size} tokens are not those of this "
-                f"server, or are laid out otherwise", field="record",
-            )  # fmt: skip
-        if named.num_ranks != 1:
-            raise BadRequest("record", f"{named.num_ranks} parallel ranks; this server keeps pages of 1")
-        owned = replace(named, tenant=session.tenant)
-        if owned in session.namespaces:
-            return session.namespaces.index(owned) + 1
-        if len(session.namespaces) >= self.limits.max_namespaces:
-            raise LimitReached(f"{len(session.namespaces)} are all that there may be", field="max_namespaces")
-        session.namespaces.append(owned)
-        return len(session.namespaces)
-
-    def resolve(self, session: Session, prefix: pb.Prefix) -> tuple[Namespace, Tokens]:
-        """What a prefix means: its namespace, and all its token ids. Raises `BadRequest`, `UnknownHandle`,
-        `LimitReached`."""
-        namespace, node, num_known, tokens = self._parts(session, prefix)
-        if node is None:
-            return namespace, tokens
-        return namespace, np.concatenate([self.cache.tree.tokens_of(node)[:num_known], tokens])
-
-    def match(self, session: Session, prefix: pb.Prefix) -> Match:
-        """What is cached of a prefix; only what lies behind its handle is compared. Raises as `resolve` does."""
-        namespace, node, num_known, tokens = self._parts(session, prefix)
-        if node is None:
-            return self.cache.tree.match(namespace, tokens, published=False)
-        return self.cache.tree.match_after(node, num_known // self.cache.layout.page_size, tokens)
-
-    def _parts(self, session: Session, prefix: pb.Prefix) -> tuple[Namespace, Node | None, int, Tokens]:
-        """A prefix as its namespace, the node that its handle names, the tokens that this stands for, and those behind
-        them."""
-        namespace, packed = session.namespace(prefix.namespace_id), prefix.tokens
-        if len(packed) % 4:
-            raise BadRequest("prefix.tokens", f"{len(packed)} bytes are no whole ids of 4")
-        tokens = np.frombuffer(packed, _INT32)
-        num_known, node = 0, None
-        if prefix.handle:
-            handle = session.handles.get(prefix.handle)
-            node = self.cache.tree.current(handle.node) if handle is not None else None
-            if handle is None or node is None:
-                session.handles.pop(prefix.handle, None)
-                raise UnknownHandle("its prefix has left the cache, or it is not this session's", field="prefix.handle")
-            if handle.namespace_id != prefix.namespace_id:
-                raise BadRequest("prefix.handle", "is about another namespace")
-            session.handles.move_to_end(prefix.handle)
-            num_known = handle.num_pages * self.cache.layout.page_size
-        if num_known + len(tokens) > self.limits.max_tokens:
-            problem = f"{num_known + len(tokens)} tokens are more than {self.limits.max_tokens}"
-            raise LimitReached(problem, field="max_tokens")
-        return namespace, node, num_known, tokens
-
-    def handle(self, session: Session, namespace_id: int, node: Node, num_pages: int) -> int:
-        """Name the first `num_pages` pages on the path to a node, which reaches as far, to the session."""
-        last = next(reversed(session.handles), None)
-        if last is not None and session.handles[last] == Handle(namespace_id, node, num_pages):
-            return last
-        number = self.boot.next_id()
-        session.handles[number] = Handle(namespace_id, node, num_pages)
-        if len(session.handles) > self.limits.max_handles:
-            session.handles.popitem(last=False)
-        return number
-
-    def _forget_handles(self, session: Session) -> None:
-        """A node that left the tree keeps memory for as long as something names it; and calls are of no use when what
-        they were lent is gone."""
-        held = session.leases.keys() | session.reservations.keys()
-        for call in [call for call, number in session.calls.items() if number not in held]:
-            del session.calls[call]
-        for number in [each for each, handle in session.handles.items() if not handle.node.is_live]:
-            handle = session.handles[number]
-            node = self.cache.tree.current(handle.node)
-            if node is None:
-                del session.handles[number]
-            else:
-                session.handles[number] = Handle(handle.namespace_id, node, handle.num_pages)
 
     def require_lease(self, session: Session) -> None:
         """Raise `LimitReached` if the session may not have one more lease or reservation."""
@@ -411,7 +220,8 @@ class Sessions:
         """End a lease that no session has."""
         if lent.pin is not None:
             self.cache.free(self.cache.tree.unpin(lent.pin))
-        self.cache.release(lent.lease)
+        for lease in lent.leases:
+            self.cache.release(lease)
 
     def end_reservation(self, session: Session, reservation: Reservation) -> None:
         """Give back what a reservation took beside its arena slots, which are somebody's already."""

@@ -24,7 +24,8 @@ from hicache.lease import Lease
 from hicache.node import Node
 from hicache.service.errors import Draining, reason_of
 from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.server.sessions import Reservation, Session, Sessions, Tokens
+from hicache.service.server.session import Reservation, Session, Tokens
+from hicache.service.server.sessions import Sessions
 from hicache.tier import HOST, PageIdentity, TierId
 from hicache.tiers.host import HostTier
 from hicache.tiers.memory import started_executor
@@ -83,7 +84,7 @@ class Storing:
         if sessions.is_draining:
             raise Draining("the server is about to stop")
         sessions.require_lease(session)
-        namespace, tokens = sessions.resolve(session, request.prefix)
+        namespace, tokens = sessions.names.resolve(session, request.prefix)
         check_ids("prefix.tokens", tokens)
         num_pages, odd = divmod(len(tokens), page_size)
         if odd or not num_pages:
@@ -151,7 +152,7 @@ class Storing:
             staging_slots, reason = staging_slots[: len(slots)], pb.REASON_NO_ROOM
         # A copy: `tokens` may be a view of the whole message.
         kept = tokens[: (first_page + len(slots)) * cache.layout.page_size].copy()
-        namespace = session.namespace(namespace_id)
+        namespace = session.registered(namespace_id).own
         return Reservation(namespace_id, namespace, kept, first_page, slots, staging_slots, lease), reason
 
     # -- the second phase ---------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class Storing:
             outcome=pb.OUTCOME_RESIDENT,
             tier=pb.TIER_HOST,
             num_tokens=stored.num_tokens,
-            handle=self.sessions.handle(session, reservation.namespace_id, stored.node, num_pages),
+            handle=self.sessions.names.handle(session, reservation.namespace_id, stored.node, num_pages),
         )
         if request.durability == pb.DURABILITY_BEHIND:
             reply.sequence = session.promises.make()

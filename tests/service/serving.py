@@ -183,9 +183,9 @@ def page_bytes(tokens: Sequence[int], page: int, tenant: str = "") -> bytes:
     return hashlib.shake_128(seed).digest(LAYOUT.page_bytes)
 
 
-def store(client: Client, tokens: Sequence[int], *, tenant: str = "", **how: Any) -> int:
+def store(client: Client, tokens: Sequence[int], *, tenant: str = "", prompt: Prompt | None = None, **how: Any) -> int:
     """Write the pages of a prompt that are not cached; how many tokens can be found with them."""
-    with client.reserve(Prompt(NAMESPACE, tokens)) as reservation:
+    with client.reserve(prompt or Prompt(NAMESPACE, tokens)) as reservation:
         for index, view in enumerate(reservation):
             view[:] = page_bytes(tokens, reservation.first_page + index, tenant)
         return reservation.commit(**how).num_tokens

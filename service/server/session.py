@@ -1,0 +1,128 @@
+"""A session and all it holds, as data. What makes and ends it is `hicache.service.server.sessions`."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import BadRequest
+from hicache.lease import Lease, Pin
+from hicache.namespace import Namespace
+from hicache.node import Node
+from hicache.service.server.promises import Promises
+from hicache.service.server.staging import Staging
+from hicache.tier import Slots
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A namespace as a session registered it, and what it is in the tree: one namespace a parallel rank, which are one
+    prompt's parts and count together or not at all."""
+
+    named: Namespace
+    """With the session's tenant."""
+    rank: int
+    ranks: tuple[Namespace, ...]
+    """What each rank's pages are stored under."""
+
+    @property
+    def own(self) -> Namespace:
+        """What this session's rank stores under."""
+        return self.ranks[self.rank]
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """A lease that a session has."""
+
+    leases: tuple[Lease, ...]
+    """One; or, for a prefix that all ranks are to keep, one a rank."""
+    pin: Pin | None
+    """Keeps pages in place in the arena; None for a lease that keeps them in the cache alone."""
+    num_pages: int
+    """Pages kept in place."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Room for pages that a session is about to write. Its slots are in no tree."""
+
+    namespace_id: int
+    namespace: Namespace
+    """That of the session's rank."""
+    tokens: Tokens
+    """From the root to the end of the last page."""
+    first_page: int
+    slots: Slots
+    """In the host tier."""
+    staging_slots: Slots
+    lease: Lease
+    """Keeps the pages before `first_page`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A prefix that was told to the session: the first `num_pages` pages on the path to a node's end."""
+
+    namespace_id: int
+    node: Node
+    num_pages: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached process, and all it holds. Belongs to the event loop."""
+
+    number: int
+    """Shown to people."""
+    tenant: str
+    name: str
+    """As the client calls itself."""
+    uid: int
+    pid: int
+    key: bytes
+    """SHA-256 of its token."""
+    staging: Staging | None
+    last_heard: float
+    """Monotonic seconds: when the session was made, or its last beat."""
+    is_attached: bool = False
+    num_calls: int = 0
+    """Calls under way."""
+    num_pages: int = 0
+    """Arena pages that leases and reservations keep in place."""
+    namespaces: list[Registered] = field(default_factory=list)
+    handles: OrderedDict[int, Handle] = field(default_factory=OrderedDict)
+    calls: dict[int, int] = field(default_factory=dict)
+    """What was lent to which call of the client's numbering, while it lasts."""
+    abandoned: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Calls that were given up before they were lent anything."""
+    leases: dict[int, Lent] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the stream has something to tell."""
+    pidfd: int = -1
+    promises: Promises = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.promises = Promises(self.news.set)
+
+    @property
+    def owner(self) -> str:
+        """What the session's leases are owned by in the tree."""
+        return f"session-{self.number}"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds nothing and waits for nothing."""
+        return not (self.leases or self.reservations or self.num_calls or self.promises.num_open)
+
+    def registered(self, namespace_id: int) -> Registered:
+        """A namespace that was registered. Raises `BadRequest`."""
+        if not 1 <= namespace_id <= len(self.namespaces):
+            raise BadRequest("prefix.namespace_id", f"{namespace_id} was not registered by this session")
+        return self.namespaces[namespace_id - 1]
