@@ -62,6 +62,8 @@ class Lane:
         max_in_flight_bytes: bytes being copied at one time, at least one page.
         batch_pages: pages handed to a tier at once. Small batches let a demand start sooner, large ones cost less each.
         num_workers: batches under way at one time.
+        num_prefetches: of these, at most so many of what is fetched ahead, for which a demand that comes then waits; a
+            quarter by default, and at least one.
         age_s: what a step of priority is worth in seconds of waiting. Among transfers that wait, the one with the least
             `arrival + priority * age_s` goes first: a demand overtakes what is less urgent, but no write-back is
             overtaken by a demand that came more than `2 * age_s` after it, so nothing waits for ever.
@@ -79,6 +81,7 @@ class Lane:
         max_in_flight_bytes: int = 64 << 20,
         batch_pages: int = 16,
         num_workers: int = 4,
+        num_prefetches: int | None = None,
         age_s: float = 10.0,
     ) -> None:
         page_bytes = source.page_bytes
@@ -90,6 +93,7 @@ class Lane:
             ("max_queued_pages", max_queued_pages),
             ("batch_pages", batch_pages),
             ("num_workers", num_workers),
+            ("num_prefetches", 1 if num_prefetches is None else num_prefetches),
         ):
             if value < 1:
                 raise BadRequest(name, f"{value} is below 1")
@@ -106,6 +110,7 @@ class Lane:
         self._max_in_flight_pages = max_in_flight_bytes // page_bytes
         self._batch_pages = batch_pages
         self._num_workers = num_workers
+        self._num_prefetches = num_prefetches or max(1, num_workers // 4)
 
         self._age_s = age_s
         self._lines = {priority: Line(max_queued_pages) for priority in Priority}
@@ -122,6 +127,8 @@ class Lane:
         self._in_flight_pages = 0
         self._copying_pages = 0
         """As many pages as what is being copied at this moment has bytes, at the most."""
+        self._num_batches = dict.fromkeys(Priority, 0)
+        """Batches under way, by the priority at which they began."""
         self._by_layer: set[Transfer] = set()
         """Transfers whose layers are being copied."""
         self._measured_at = 0.0
@@ -388,20 +395,26 @@ class Lane:
 
     async def _worker(self) -> None:
         while True:
-            if batch := self._next_batch():
-                transfer = batch[0][0]
-                if transfer.num_layers > 1:
-                    await self._carry_out_layers(transfer)
-                else:
-                    await self._carry_out(batch)
+            priority, batch = self._next_batch()
+            if batch:
+                self._num_batches[priority] += 1
+                try:
+                    transfer = batch[0][0]
+                    if transfer.num_layers > 1:
+                        await self._carry_out_layers(transfer)
+                    else:
+                        await self._carry_out(batch)
+                finally:
+                    self._num_batches[priority] -= 1
             elif self._closing and not self._queued_pages:
                 return
             else:
                 self._work.clear()
                 await self._work.wait()
 
-    def _next_batch(self) -> list[tuple[Transfer, int]]:
-        """What to copy next, as pages of transfers, under way from here on; empty if nothing may begin now.
+    def _next_batch(self) -> tuple[Priority, list[tuple[Transfer, int]]]:
+        """What to copy next, as pages of transfers, under way from here on; empty if nothing may begin now. And at
+        which priority it began: it may be hastened meanwhile.
 
         A batch has one priority: joining what is urgent with what is not would make the urgent wait for it. A transfer
         by layers is a batch of its own.
@@ -411,9 +424,10 @@ class Lane:
         for line in self._lines.values():
             while line.transfers and self._is_late(line.transfers[0]):
                 self._withdraw(line.transfers[0])
-        waiting = [line for line in self._lines.values() if line.transfers]
+        waiting = [priority for priority, line in self._lines.items() if line.transfers and self._may_begin(priority)]
         # Each line is in order of arrival, so its first transfer is the one whose turn comes first.
-        for line in sorted(waiting, key=lambda line: self._turn(line.transfers[0])):
+        for priority in sorted(waiting, key=lambda priority: self._turn(self._lines[priority].transfers[0])):
+            line = self._lines[priority]
             while len(batch) < room and line.transfers:
                 transfer = line.transfers[0]
                 if self._is_late(transfer):
@@ -432,8 +446,12 @@ class Lane:
                 batch += begun
             if batch:
                 line.grant()
-                break
-        return batch
+                return priority, batch
+        return Priority.DEMAND, []
+
+    def _may_begin(self, priority: Priority) -> bool:
+        """What is only expected to be wanted takes few of the workers."""
+        return priority is not Priority.PREFETCH or self._num_batches[priority] < self._num_prefetches
 
     async def _carry_out(self, batch: list[tuple[Transfer, int]]) -> None:
         # In the order in which they lie in the tier beside the host; memory does not mind.

@@ -386,9 +386,9 @@ def test_what_has_aged_counts_as_ahead_of_new_demands() -> None:
             await move_random(rig, world, 20, pages_max=8)
             await rig.lane.submit(rig.pages(200), priority=PREFETCH)
             await asyncio.sleep(0.5)
-            # Four batches of 16 are under way.
-            assert rig.lane.estimate_seconds(1) == pytest.approx(65, rel=0.01)
-            assert rig.lane.speed().ahead_s == pytest.approx(64, rel=0.01)
+            # One batch of 16 is under way.
+            assert rig.lane.estimate_seconds(1) == pytest.approx(17, rel=0.01)
+            assert rig.lane.speed().ahead_s == pytest.approx(16, rel=0.01)
             await asyncio.sleep(5.0)
             assert rig.lane.estimate_seconds(1) == pytest.approx(201, rel=0.01)
             assert rig.lane.speed().ahead_s == pytest.approx(200, rel=0.01)
@@ -470,8 +470,46 @@ def test_no_more_bytes_are_in_flight_than_allowed_and_no_less(num_workers: int) 
         )
         async with rig.running():
             for _ in range(6):
-                await rig.lane.submit(rig.pages(10), priority=PREFETCH)
+                await rig.lane.submit(rig.pages(10), priority=WRITE_BACK)
         assert rig.device.in_flight_pages_max == min(cap_pages, 3 * num_workers)
+
+    run_simulated(main, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_prefetches", "most"), [(3, None, 1), (8, None, 2), (8, 1, 1), (8, 5, 5)]
+)
+def test_what_is_fetched_ahead_leaves_workers_to_demands(
+    num_workers: int, num_prefetches: int | None, most: int
+) -> None:
+    """A demand that comes waits for few batches, whatever is queued; and once it is over, fetching goes on."""
+
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=4, num_workers=num_workers, num_prefetches=num_prefetches)
+        async with rig.running():
+            ahead = await rig.lane.submit(rig.pages(64), priority=PREFETCH)
+            await asyncio.sleep(0.5)
+            assert rig.device.in_flight_pages == 4 * most
+            began = world.monotonic()
+            demand = await rig.lane.submit(rig.pages(4), priority=DEMAND)
+            assert all((await demand.wait()).ok)
+            # All share the device's pipe, page by page: those of the batches under way, and its own.
+            assert world.monotonic() - began <= 4 * most + 4
+            assert all((await ahead.wait()).ok)
+        assert rig.device.in_flight_pages_max <= 4 * most + 4
+
+    run_simulated(main, 0)
+
+
+def test_a_hastened_prefetch_takes_all_workers() -> None:
+    async def main(world: World) -> None:
+        rig = Rig(world, batch_pages=4, num_workers=8)
+        async with rig.running():
+            ahead = await rig.lane.submit(rig.pages(64), priority=PREFETCH)
+            await asyncio.sleep(0.5)
+            ahead.hasten(DEMAND)
+            assert all((await ahead.wait()).ok)
+        assert rig.device.in_flight_pages_max == 32
 
     run_simulated(main, 0)
 

@@ -73,6 +73,7 @@ class History:
             jitter=rng.choice((0.0, 0.3)),
             faults=faults,
             batch_pages=self.batch_pages,
+            num_prefetches=self.num_workers,
             num_workers=self.num_workers,
             max_in_flight_bytes=self.cap_pages * PAGE_BYTES + rng.randrange(PAGE_BYTES),
             max_queued_pages=self.max_queued_pages,
