@@ -13,20 +13,19 @@ from hicache.kernels import launch
 from hicache.kernels.checks import (
     HEAD_DIM_MAX,
     check_indptr,
-    check_lengths,
-    check_page_ids,
     check_page_scales,
     check_pages,
     check_query,
+    check_tables,
     check_tensor,
     stored_dtypes,
 )
 from hicache.kernels.decode import decode_variant, launch_decode, num_row_blocks, paged_decode_reference
 from hicache.kernels.errors import BadArgument
-from hicache.kernels.merge import merge_states, merge_states_reference
+from hicache.kernels.merge import merge_states_reference
 from hicache.kernels.scoring import PLAIN, Scoring, check_scoring
-from hicache.kernels.splits import GRID_MAX, resolve_num_splits
-from hicache.kernels.state import AttentionState, allocate_parts, allocate_state
+from hicache.kernels.splits import GRID_MAX, allocate_reduction, resolve_num_splits
+from hicache.kernels.state import AttentionState
 
 
 def cascade_decode(
@@ -75,14 +74,15 @@ def cascade_decode(
     if num_groups < 0 or max(num_groups, num_seqs) > GRID_MAX:
         raise BadArgument("group_indptr", f"has {num_groups + 1} entries, expected 1 to {GRID_MAX + 1}")
     check_indptr("group_indptr", group_indptr, num_seqs)
-    for name, tables, lengths_name, lengths, count in (
-        ("block_tables", block_tables, "seq_lens", seq_lens, num_seqs),
-        ("shared_tables", shared_tables, "shared_lens", shared_lens, num_groups),
-    ):
-        check_tensor(name, tables, (count, None), dtype=torch.int32, device=device)
-        check_tensor(lengths_name, lengths, (count,), dtype=torch.int32, device=device)
-        check_page_ids(name, tables, shape.num_slots, negative=True)
-        check_lengths(lengths_name, lengths, tables.shape[1] * shape.page_size)
+    max_tokens, max_shared = (
+        check_tables(
+            names, tables, lengths, count, num_slots=shape.num_slots, page_size=shape.page_size, device=device
+        )
+        for names, tables, lengths, count in (
+            (("block_tables", "seq_lens"), block_tables, seq_lens, num_seqs),
+            (("shared_tables", "shared_lens"), shared_tables, shared_lens, num_groups),
+        )
+    )
     check_scoring(scoring, num_heads, device)
     if scoring.window is not None:
         raise BadArgument("scoring.window", f"is {scoring.window}, expected None")
@@ -95,19 +95,18 @@ def cascade_decode(
     own_variant = decode_variant(query.dtype, pages.dtype, head_dim, shape.page_size, group)
     num_shared_splits = resolve_num_splits(
         "num_shared_splits", num_shared_splits,
-        num_groups * shape.num_kv_heads * num_row_blocks(shared_variant, most),
-        shared_tables.shape[1] * shape.page_size, scoring, device,
+        num_groups * shape.num_kv_heads * num_row_blocks(shared_variant, most), max_shared, scoring, device,
     )  # fmt: skip
     num_splits = resolve_num_splits(
-        "num_splits", num_splits, num_seqs * shape.num_kv_heads * num_row_blocks(own_variant, 1),
-        block_tables.shape[1] * shape.page_size, scoring, device,
+        "num_splits", num_splits, num_seqs * shape.num_kv_heads * num_row_blocks(own_variant, 1), max_tokens, scoring,
+        device,
     )  # fmt: skip
-    state = allocate_state(
-        (num_seqs, num_heads), head_dim, dtype=query.dtype, device=device, output=output, lse=lse
+    reduction = allocate_reduction(
+        num_shared_splits + num_splits, query, head_dim, initial=None, output=output, lse=lse, workspace=workspace
     )
-    parts = allocate_parts(num_shared_splits + num_splits, (num_seqs, num_heads), head_dim, device, workspace)
     if num_seqs == 0:
-        return state
+        return reduction.result
+    parts = reduction.parts
     # What scoring adds for every query, it adds in the shared part: each query is in exactly one group.
     launch_decode(
         query, pages, shared_tables, shared_lens,
@@ -119,7 +118,7 @@ def cascade_decode(
         AttentionState(parts.output[num_shared_splits:], parts.lse[num_shared_splits:]), own_variant,
         scale=scale, scoring=Scoring(soft_cap=scoring.soft_cap), page_scales=page_scales,
     )  # fmt: skip
-    return merge_states(parts.output, parts.lse, output=state.output, lse=state.lse)
+    return reduction.finish()
 
 
 def cascade_decode_reference(

@@ -114,6 +114,27 @@ def check_lengths(argument: str, lengths: torch.Tensor, most: int) -> None:
         raise BadArgument(argument, f"holds {wrong} tokens, expected 0 to {most}, what the block table has room for")
 
 
+def check_tables(
+    names: tuple[str, str],
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    num_seqs: int,
+    *,
+    num_slots: int,
+    page_size: int,
+    device: torch.device,
+) -> int:
+    """Refuse block tables that are not int32 [num_seqs, max_pages], or lengths that are not int32 [num_seqs], on
+    `device`, and what `check_page_ids` and `check_lengths` refuse. `names`: of the two. Returns the most tokens that a
+    sequence may have."""
+    check_tensor(names[0], tables, (num_seqs, None), dtype=torch.int32, device=device)
+    check_tensor(names[1], lengths, (num_seqs,), dtype=torch.int32, device=device)
+    check_page_ids(names[0], tables, num_slots, negative=True)
+    max_tokens = tables.shape[1] * page_size
+    check_lengths(names[1], lengths, max_tokens)
+    return max_tokens
+
+
 def check_positions(
     argument: str,
     positions: torch.Tensor | None,

@@ -13,28 +13,20 @@ import triton.language as tl
 from hicache.kernels import language, launch
 from hicache.kernels.checks import (
     HEAD_DIM_MAX,
-    check_lengths,
-    check_page_ids,
     check_page_scales,
     check_pages,
     check_positions,
     check_query,
-    check_tensor,
+    check_tables,
     stored_dtypes,
 )
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import attend_pages, finish, narrow, start, window_range
 from hicache.kernels.launch import Variant, ceil_div, next_power_of_2
-from hicache.kernels.merge import check_initial, merge_states
+from hicache.kernels.merge import check_initial
 from hicache.kernels.scoring import PLAIN, Scoring, check_scoring, visible_reference
-from hicache.kernels.splits import GRID_MAX, resolve_num_splits
-from hicache.kernels.state import (
-    AttentionState,
-    allocate_parts,
-    allocate_state,
-    attention_reference,
-    pages_reference,
-)
+from hicache.kernels.splits import GRID_MAX, allocate_reduction, resolve_num_splits
+from hicache.kernels.state import AttentionState, attention_reference, pages_reference
 
 
 def paged_decode(
@@ -80,11 +72,10 @@ def paged_decode(
     if pages.device != device:
         raise BadArgument("pages", f"is on {pages.device}, expected {device}")
     check_page_scales("page_scales", page_scales, pages)
-    check_tensor("block_tables", block_tables, (num_seqs, None), dtype=torch.int32, device=device)
-    check_tensor("seq_lens", seq_lens, (num_seqs,), dtype=torch.int32, device=device)
-    check_page_ids("block_tables", block_tables, shape.num_slots, negative=True)
-    max_tokens = block_tables.shape[1] * shape.page_size
-    check_lengths("seq_lens", seq_lens, max_tokens)
+    max_tokens = check_tables(
+        ("block_tables", "seq_lens"), block_tables, seq_lens, num_seqs,
+        num_slots=shape.num_slots, page_size=shape.page_size, device=device,
+    )  # fmt: skip
     check_scoring(scoring, num_heads, device)
     check_positions("query_positions", query_positions, (num_seqs,), device, least=seq_lens, offset=-1)
     if num_seqs > GRID_MAX:
@@ -94,23 +85,16 @@ def paged_decode(
     variant = decode_variant(query.dtype, pages.dtype, head_dim, shape.page_size, num_heads // shape.num_kv_heads)
     num_programs = num_seqs * shape.num_kv_heads * num_row_blocks(variant, 1)
     num_splits = resolve_num_splits("num_splits", num_splits, num_programs, max_tokens, scoring, device)
-    direct = num_splits == 1 and initial is None
-    state = allocate_state(
-        (num_seqs, num_heads), head_dim, dtype=query.dtype, device=device, output=output, lse=lse
+    reduction = allocate_reduction(
+        num_splits, query, head_dim, initial=initial, output=output, lse=lse, workspace=workspace
     )
-    if direct:
-        parts = AttentionState(state.output[None], state.lse[None])
-    else:
-        parts = allocate_parts(num_splits, (num_seqs, num_heads), head_dim, device, workspace)
     if num_seqs == 0:
-        return state
+        return reduction.result
     launch_decode(
-        query, pages, block_tables, seq_lens, parts, variant, scale=scale, scoring=scoring, page_scales=page_scales,
-        query_positions=query_positions,
-    )
-    if not direct:
-        merge_states(parts.output, parts.lse, initial=initial, output=state.output, lse=state.lse)
-    return state
+        query, pages, block_tables, seq_lens, reduction.parts, variant, scale=scale, scoring=scoring,
+        page_scales=page_scales, query_positions=query_positions,
+    )  # fmt: skip
+    return reduction.finish()
 
 
 def paged_decode_reference(

@@ -16,12 +16,11 @@ from hicache.kernels.checks import (
     HEAD_DIM_MAX,
     check_group,
     check_indptr,
-    check_lengths,
-    check_page_ids,
     check_page_scales,
     check_pages,
     check_positions,
     check_query,
+    check_tables,
     check_tensor,
     stored_dtypes,
 )
@@ -94,10 +93,10 @@ def paged_extend(
             raise BadArgument("pages", f"is on {pages.device}, expected {device}")
         if block_tables is None or prefix_lens is None:
             raise BadArgument("block_tables" if block_tables is None else "prefix_lens", "is None, but pages is given")
-        check_tensor("block_tables", block_tables, (num_seqs, None), dtype=torch.int32, device=device)
-        check_tensor("prefix_lens", prefix_lens, (num_seqs,), dtype=torch.int32, device=device)
-        check_page_ids("block_tables", block_tables, shape.num_slots, negative=True)
-        check_lengths("prefix_lens", prefix_lens, block_tables.shape[1] * shape.page_size)
+        check_tables(
+            ("block_tables", "prefix_lens"), block_tables, prefix_lens, num_seqs,
+            num_slots=shape.num_slots, page_size=shape.page_size, device=device,
+        )  # fmt: skip
         check_page_scales("page_scales", page_scales, pages)
         num_kv_heads, page_size = shape.num_kv_heads, shape.page_size
     if key is not None:

@@ -15,20 +15,14 @@ import triton
 import triton.language as tl
 
 from hicache.kernels import language, launch
-from hicache.kernels.checks import check_lengths, check_page_ids, check_query, check_tensor, stored_dtypes
+from hicache.kernels.checks import check_query, check_tables, check_tensor, stored_dtypes
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import absorb, finish, narrow, product, start, widen
 from hicache.kernels.launch import Variant, ceil_div, next_power_of_2
-from hicache.kernels.merge import check_initial, merge_states
+from hicache.kernels.merge import check_initial
 from hicache.kernels.scoring import PLAIN, Scoring, check_scoring
-from hicache.kernels.splits import GRID_MAX, resolve_num_splits
-from hicache.kernels.state import (
-    AttentionState,
-    allocate_parts,
-    allocate_state,
-    attention_reference,
-    pages_reference,
-)
+from hicache.kernels.splits import GRID_MAX, allocate_reduction, resolve_num_splits
+from hicache.kernels.state import AttentionState, attention_reference, pages_reference
 
 _LATENT_DIM_MAX: Final = 512
 _ROPE_DIM_MAX: Final = 64
@@ -80,11 +74,10 @@ def mla_decode(
         check_tensor(
             "page_scales", page_scales, (num_slots,), dtype=torch.float32, device=device, contiguous=False
         )
-    check_tensor("block_tables", block_tables, (num_rows, None), dtype=torch.int32, device=device)
-    check_tensor("seq_lens", seq_lens, (num_rows,), dtype=torch.int32, device=device)
-    check_page_ids("block_tables", block_tables, num_slots, negative=True)
-    max_tokens = block_tables.shape[1] * page_size
-    check_lengths("seq_lens", seq_lens, max_tokens)
+    max_tokens = check_tables(
+        ("block_tables", "seq_lens"), block_tables, seq_lens, num_rows,
+        num_slots=num_slots, page_size=page_size, device=device,
+    )  # fmt: skip
     check_scoring(scoring, num_heads, device)
     if scoring.window is not None:
         raise BadArgument("scoring.window", f"is {scoring.window}, expected None")
@@ -95,16 +88,12 @@ def mla_decode(
     variant = mla_variant(query.dtype, pages.dtype, latent_dim, head_dim - latent_dim, page_size, num_heads)
     num_blocks = ceil_div(num_heads, variant.constants["BM"])
     num_splits = resolve_num_splits("num_splits", num_splits, num_rows * num_blocks, max_tokens, scoring, device)
-    direct = num_splits == 1 and initial is None
-    state = allocate_state(
-        (num_rows, num_heads), latent_dim, dtype=query.dtype, device=device, output=output, lse=lse
+    reduction = allocate_reduction(
+        num_splits, query, latent_dim, initial=initial, output=output, lse=lse, workspace=workspace
     )
-    if direct:
-        parts = AttentionState(state.output[None], state.lse[None])
-    else:
-        parts = allocate_parts(num_splits, (num_rows, num_heads), latent_dim, device, workspace)
     if num_rows == 0:
-        return state
+        return reduction.result
+    parts = reduction.parts
     scale_in, cap_log2 = launch.score_scales(scale, scoring.soft_cap)
     stored = launch.loadable(pages)
     with launch.on(device):
@@ -137,9 +126,7 @@ def mla_decode(
             EMULATE_BFLOAT16=language.EMULATE_BFLOAT16,
             **launch.options(variant),
         )
-    if not direct:
-        merge_states(parts.output, parts.lse, initial=initial, output=state.output, lse=state.lse)
-    return state
+    return reduction.finish()
 
 
 def mla_decode_reference(

@@ -1,13 +1,16 @@
 """How a context is split over programs that run side by side, and where their states are kept until they are merged."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from hicache.kernels import launch
+from hicache.kernels.checks import check_tensor
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.launch import ceil_div
+from hicache.kernels.merge import merge_states
 from hicache.kernels.scoring import Scoring
+from hicache.kernels.state import AttentionState, allocate_state
 
 SPLIT_TOKENS_MIN: Final = 256
 """A split shorter than this many tokens costs more in merging than it gains."""
@@ -44,3 +47,55 @@ def workspace_elements(num_tokens: int, num_heads: int, head_dim: int, num_split
     """float32 elements of a workspace for `num_splits` states over `num_tokens` queries: what `workspace` has to have
     at least. `head_dim` is that of values. By default enough whatever number of splits is chosen."""
     return num_splits * num_tokens * num_heads * (head_dim + 1)
+
+
+class Reduction(NamedTuple):
+    """The states of splits, which a kernel writes, and what they are merged to."""
+
+    parts: AttentionState
+    """Output [num_splits, T, HQ, D] and LSE [num_splits, T, HQ], float32; or the result itself, as the only part."""
+    initial: AttentionState | None
+    """A state that is merged in."""
+    result: AttentionState
+    """Output [T, HQ, D] and LSE [T, HQ]."""
+    is_direct: bool
+    """Whether the only part is the result, and nothing is left to merge."""
+
+    def finish(self) -> AttentionState:
+        """Merge, once the kernel is launched; returns the result."""
+        if self.is_direct:
+            return self.result
+        return merge_states(
+            self.parts.output, self.parts.lse, initial=self.initial, output=self.result.output, lse=self.result.lse
+        )
+
+
+def allocate_reduction(
+    num_splits: int,
+    query: torch.Tensor,
+    head_dim: int,
+    *,
+    initial: AttentionState | None,
+    output: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> Reduction:
+    """Room for `num_splits` states over `query` [T, HQ, *], with values of `head_dim`, and for the result: in the
+    caller's `output`, `lse` and `workspace`, checked, or new."""
+    shape, device = (query.shape[0], query.shape[1]), query.device
+    result = allocate_state(shape, head_dim, dtype=query.dtype, device=device, output=output, lse=lse)
+    if num_splits == 1 and initial is None:
+        return Reduction(AttentionState(result.output[None], result.lse[None]), None, result, is_direct=True)
+    needed = workspace_elements(*shape, head_dim, num_splits)
+    if workspace is None:
+        workspace = torch.empty(needed, dtype=torch.float32, device=device)
+    else:
+        check_tensor("workspace", workspace, (None,), dtype=torch.float32, device=device)
+        if workspace.shape[0] < needed:
+            raise BadArgument("workspace", f"has {workspace.shape[0]} elements, expected at least {needed}")
+    num_rows = num_splits * shape[0] * shape[1]
+    parts = AttentionState(
+        workspace[: num_rows * head_dim].view(num_splits, *shape, head_dim),
+        workspace[num_rows * head_dim : needed].view(num_splits, *shape),
+    )
+    return Reduction(parts, initial, result, is_direct=False)

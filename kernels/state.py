@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 from hicache.kernels.checks import FLOAT_DTYPES, check_tensor
-from hicache.kernels.errors import BadArgument
 from hicache.kernels.scoring import PLAIN, Scoring
 
 
@@ -108,21 +107,3 @@ def allocate_state(
     else:
         check_tensor("lse", lse, shape, dtype=torch.float32, device=device)
     return AttentionState(output, lse)
-
-
-def allocate_parts(
-    num_parts: int, shape: tuple[int, int], head_dim: int, device: torch.device, workspace: torch.Tensor | None
-) -> AttentionState:
-    """Room for `num_parts` states over `shape` (tokens, heads): output [num_parts, *shape, head_dim] and LSE
-    [num_parts, *shape], float32, in the caller's `workspace` or new."""
-    num_rows = num_parts * shape[0] * shape[1]
-    if workspace is None:
-        workspace = torch.empty(num_rows * (head_dim + 1), dtype=torch.float32, device=device)
-    else:
-        check_tensor("workspace", workspace, (None,), dtype=torch.float32, device=device)
-        if workspace.shape[0] < num_rows * (head_dim + 1):
-            raise BadArgument(
-                "workspace", f"has {workspace.shape[0]} elements, expected at least {num_rows * (head_dim + 1)}"
-            )
-    output = workspace[: num_rows * head_dim].view(num_parts, *shape, head_dim)
-    return AttentionState(output, workspace[num_rows * head_dim : num_rows * (head_dim + 1)].view(num_parts, *shape))
