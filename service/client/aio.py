@@ -71,11 +71,13 @@ class AsyncClient:
         """See `Client.lookup`."""
         return await self._run(lambda attachment: calls.lookup(attachment, prompt), timeout_s)
 
-    async def acquire(self, prompt: Prompt, *, first_page: int = 0, timeout_s: float | None = None) -> AsyncLease:
+    async def acquire(
+        self, prompt: Prompt, *, first_page: int = 0, partial: bool = False, timeout_s: float | None = None
+    ) -> AsyncLease:
         """See `Client.acquire`."""
 
         def steps(attachment: Attachment) -> Steps[AsyncLease]:
-            granted = yield from calls.acquire(attachment, prompt, first_page)
+            granted = yield from calls.acquire(attachment, prompt, first_page, partial)
             return AsyncLease(self, attachment, granted)
 
         return await self._run(steps, timeout_s)

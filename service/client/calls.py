@@ -104,6 +104,8 @@ class Granted:
     """`array("i")`: arena slots of the pages from `first_page` on."""
     generations: Any
     """`array("q")`, one a slot."""
+    partial_tokens: int
+    """Tokens of the last slot's page that are the prompt's, where that is a further page; else 0."""
     cut_short: str
 
 
@@ -149,10 +151,10 @@ def lookup(attachment: Attachment, prompt: Prompt) -> Steps[Lookup]:
     return Lookup(reply.num_tokens, reply.partial_tokens, runs)
 
 
-def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Granted]:
+def acquire(attachment: Attachment, prompt: Prompt, first_page: int, partial: bool) -> Steps[Granted]:
     """Have what is cached of a prompt brought to the arena and kept there."""
     with attachment.numbered() as call:
-        message = pb.AcquireRequest(first_page=first_page, call=call)
+        message = pb.AcquireRequest(first_page=first_page, call=call, partial=partial)
         reply = yield from _with_prefix(attachment, prompt, len(prompt), "Acquire", message)
     prompt.learn(attachment, reply.handle, reply.num_tokens)
     return Granted(
@@ -161,6 +163,7 @@ def acquire(attachment: Attachment, prompt: Prompt, first_page: int) -> Steps[Gr
         reply.first_page,
         unpack_int32(reply.slots),
         unpack_int64(reply.generations),
+        reply.partial_tokens,
         reason_name(reply.cut_short),
     )
 

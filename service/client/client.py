@@ -95,15 +95,18 @@ class Client:
         """How much of a prompt is cached, and where. Keeps nothing."""
         return self._run(lambda attachment: calls.lookup(attachment, prompt), timeout_s)
 
-    def acquire(self, prompt: Prompt, *, first_page: int = 0, timeout_s: float | None = None) -> Lease:
+    def acquire(
+        self, prompt: Prompt, *, first_page: int = 0, partial: bool = False, timeout_s: float | None = None
+    ) -> Lease:
         """Have what is cached of a prompt brought to shared memory, and kept there until the lease is released.
 
-        `first_page`: pages before it are kept in the cache but not given, as the caller has them. What cannot be had in
+        `first_page`: pages before it are kept in the cache but not given, as the caller has them. `partial`: ask for
+        the page that shares some tokens behind the last whole page, too (`Lease.partial`). What cannot be had in
         time is left out: see `Lease.num_tokens` and `Lease.cut_short`. Nothing cached is a lease of no pages.
         """
 
         def steps(attachment: Attachment) -> Steps[Lease]:
-            granted = yield from calls.acquire(attachment, prompt, first_page)
+            granted = yield from calls.acquire(attachment, prompt, first_page, partial)
             return Lease(self, attachment, granted)
 
         return self._run(steps, timeout_s)

@@ -31,7 +31,9 @@ class LeasedPages(Sequence[memoryview]):
         self._attachment: Final = attachment
         self._granted: Final = granted
         memory = attachment.memory
-        self._views: Final = [memory.page(slot) for slot in granted.slots]
+        views = [memory.page(slot) for slot in granted.slots]
+        self._partial: Final = views.pop() if granted.partial_tokens else None
+        self._views: Final = views
         self._is_released = not granted.lease_id
 
     @property
@@ -50,8 +52,19 @@ class LeasedPages(Sequence[memoryview]):
         return self._granted.cut_short
 
     @property
+    def partial(self) -> memoryview | None:
+        """The page that shares `partial_tokens` further tokens with the prompt, behind the last page here: its first
+        tokens are the prompt's, the others are not. None where none was asked for, or there is none in the arena."""
+        return self._partial
+
+    @property
+    def partial_tokens(self) -> int:
+        """Tokens of `partial` that are the prompt's; 0 without one."""
+        return self._granted.partial_tokens
+
+    @property
     def slots(self) -> "Sequence[int]":
-        """Arena slots of the pages, for whoever maps the arena by himself."""
+        """Arena slots of the pages, for whoever maps the arena by himself; that of `partial` is the last."""
         return self._granted.slots  # type: ignore[no-any-return]  # an array, which is typed as anything
 
     def __len__(self) -> int:
@@ -109,7 +122,7 @@ class LeasedPages(Sequence[memoryview]):
 
     def _end(self) -> list[int]:
         """Let go of the views; ids that are to be released."""
-        for view in self._views:
+        for view in (*self._views, *([self._partial] if self._partial is not None else [])):
             view.release()
         if self._is_released:
             return []

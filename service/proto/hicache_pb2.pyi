@@ -223,23 +223,26 @@ class LookupReply(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("prefix", "first_page", "call")
+    __slots__ = ("prefix", "first_page", "call", "partial")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     prefix: Prefix
     first_page: int
     call: int
-    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., first_page: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
+    partial: bool
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., first_page: _Optional[int] = ..., call: _Optional[int] = ..., partial: _Optional[bool] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease", "num_tokens", "first_page", "slots", "generations", "handle", "cut_short")
+    __slots__ = ("lease", "num_tokens", "first_page", "slots", "generations", "handle", "partial_tokens", "cut_short")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CUT_SHORT_FIELD_NUMBER: _ClassVar[int]
     lease: int
     num_tokens: int
@@ -247,8 +250,9 @@ class AcquireReply(_message.Message):
     slots: bytes
     generations: bytes
     handle: int
+    partial_tokens: int
     cut_short: Reason
-    def __init__(self, lease: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., handle: _Optional[int] = ..., cut_short: _Optional[_Union[Reason, str]] = ...) -> None: ...
+    def __init__(self, lease: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_page: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., handle: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., cut_short: _Optional[_Union[Reason, str]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("prefix", "call")

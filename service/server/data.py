@@ -20,7 +20,7 @@ from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.wire import parse
 from hicache.tier import HOST, NVME
-from hicache.tree import Match
+from hicache.tree import Match, Partial
 
 MAX_RELEASED: Final = 4096
 """Most ids of one release."""
@@ -177,13 +177,17 @@ class DataCalls:
             start = end
         if not kept:
             return None
+        partial = self._partial(session, request, start) if request.partial else None
+        if partial is not None:
+            parts.append(partial.node.slots(HOST)[partial.page :][:1])
         slots = np.concatenate(parts)
         cache.tree.move_lease(lease, kept[-1], cache.clock.monotonic())
-        pin = cache.tree.pin(kept, HOST)
+        pins = [cache.tree.pin(nodes, HOST) for nodes in (kept, [partial.node] if partial else []) if nodes]
         generation = cache.tiers[HOST].generation
         generations = np.array([generation(slot) for slot in slots.tolist()], np.dtype("<i8"))
-        lent = Lent((lease,), pin, sum([node.num_pages for node in kept]))
+        lent = Lent((lease,), tuple(pins), sum([pin.num_pages for pin in pins]))
         return pb.AcquireReply(
+            partial_tokens=partial.num_tokens if partial is not None else 0,
             handle=self._sessions.names.handle(session, request.prefix.namespace_id, kept[-1], start),
             lease=self._sessions.lend(session, lent, call=request.call),
             num_tokens=start * page_size,
@@ -191,6 +195,15 @@ class DataCalls:
             slots=slots.astype("<i4").tobytes(),
             generations=generations.tobytes(),
         )
+
+    def _partial(self, session: Session, request: pb.AcquireRequest, num_pages: int) -> Partial | None:
+        """The page that shares further tokens with the prompt, if it follows the first `num_pages` and is in the arena:
+        part of a page is not worth a read from a disk."""
+        match = self._sessions.names.match(session, request.prefix)
+        partial = match.partial if match.num_tokens == num_pages * self._cache.layout.page_size else None
+        if partial is None or partial.node.residency(HOST) is not Residency.RESIDENT:
+            return None
+        return partial if partial.node.num_pages <= self._sessions.room(session) else None
 
     def _count(self, tokens: Tokens, coverage: Coverage) -> None:
         counters = self._cache.counters
@@ -209,7 +222,7 @@ class DataCalls:
             return pb.PinReply()
         now = self._cache.clock.monotonic()
         leases = tuple([tree.lease(match, owner=session.owner, deadline=None, now=now) for match in matches])
-        number = sessions.lend(session, Lent(leases, None, 0), call=request.call)
+        number = sessions.lend(session, Lent(leases, (), 0), call=request.call)
         return pb.PinReply(lease=number, num_tokens=matches[0].num_tokens)
 
     async def release(self, call: Call, request: pb.ReleaseRequest) -> pb.ReleaseReply:

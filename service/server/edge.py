@@ -25,8 +25,9 @@ from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
 from hicache.service.wire import ERROR_METADATA, OVERHEAD_BYTES, TOKEN_METADATA, parse
 
-REPLY_S: Final = 0.05
-"""So long before a call's deadline the server stops waiting, so that an answer with what there is still arrives."""
+REPLY_S: Final = 0.25
+"""So long before a call's deadline the server stops waiting, or a fifth of its time before where that is less: an
+answer with what there is then still arrives."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _log = logging.getLogger(__name__)
@@ -129,8 +130,7 @@ class Edge:
     @contextmanager
     def _admitted(self, context: Context, remaining: float) -> Iterator[Call]:
         """One call more of its session while the block runs."""
-        # What it waits for ends in time to answer; what has less time than that has half of it.
-        deadline = self._clock.monotonic() + max(remaining - REPLY_S, remaining / 2)
+        deadline = self._clock.monotonic() + remaining - min(REPLY_S, remaining / 5)
         if self._sessions is None:
             yield Call(deadline, None)
             return

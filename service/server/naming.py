@@ -90,8 +90,11 @@ class Names:
         tree = self._cache.tree
         matches = [tree.match(each, tokens, published=False) for each in registered.ranks]
         num_tokens = min([match.num_tokens for match in matches])
+        # What a rank alone shares beyond that is of no use.
         return [
-            match if match.num_tokens == num_tokens else tree.match(each, tokens[:num_tokens], published=False)
+            (
+                match if match.num_tokens == num_tokens else tree.match(each, tokens[:num_tokens], published=False)
+            )._replace(partial=None)
             for each, match in zip(registered.ranks, matches, strict=True)
         ]
 

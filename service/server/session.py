@@ -41,8 +41,8 @@ class Lent:
 
     leases: tuple[Lease, ...]
     """One; or, for a prefix that all ranks are to keep, one a rank."""
-    pin: Pin | None
-    """Keeps pages in place in the arena; None for a lease that keeps them in the cache alone."""
+    pins: tuple[Pin, ...]
+    """Keep pages in place in the arena; none for a lease that keeps them in the cache alone."""
     num_pages: int
     """Pages kept in place."""
 

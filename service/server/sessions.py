@@ -218,8 +218,8 @@ class Sessions:
 
     def give_back(self, lent: Lent) -> None:
         """End a lease that no session has."""
-        if lent.pin is not None:
-            self.cache.free(self.cache.tree.unpin(lent.pin))
+        for pin in lent.pins:
+            self.cache.free(self.cache.tree.unpin(pin))
         for lease in lent.leases:
             self.cache.release(lease)
 

@@ -75,7 +75,7 @@ def test_a_hung_disk_costs_hits_and_no_call(tmp_path: Path) -> None:
     with thread_server(tmp_path, **options) as server, connect(server.directory) as client:
         cold, warm = range(4 * PAGE), range(1000, 1000 + 4 * PAGE)
         store(client, cold, durability=Durability.WAIT)
-        server.run(_leave_the_host(server))
+        server.run(leave_the_host(server))
         store(client, warm)
         found = client.lookup(Prompt(NAMESPACE, cold))
         assert found.runs == (("nvme", 4 * PAGE),)
@@ -94,7 +94,7 @@ def test_a_hung_disk_costs_hits_and_no_call(tmp_path: Path) -> None:
         server.call(lambda inside: inside.cache.tree.check_integrity())
 
 
-async def _leave_the_host(server: ThreadServer) -> None:
+async def leave_the_host(server: ThreadServer) -> None:
     host = server.server.cache.tiers[HOST]
     deadline = server.server.clock.monotonic() + WAIT_S
     slots = await server.server.cache.allocate(HOST, host.capacity_pages, deadline=deadline)

@@ -180,6 +180,26 @@ def test_views_cannot_be_written_to(server: ThreadServer) -> None:
                 lease.array(0)[0] = 1
 
 
+def test_part_of_a_page_can_be_read_too(server: ThreadServer) -> None:
+    """The page that shares some tokens behind the last whole one: it is kept as the others are, if asked for."""
+    tokens = list(range(8800, 8800 + 3 * PAGE))
+    with connect(server.directory) as client:
+        store(client, tokens)
+        prompt = Prompt(NAMESPACE, [*tokens[: 2 * PAGE + 5], 1, 2, 3])
+        assert client.lookup(prompt).partial_tokens == 5
+        with client.acquire(prompt) as lease:
+            assert (len(lease), lease.partial, lease.partial_tokens) == (2, None, 0)
+        with client.acquire(prompt, partial=True) as lease:
+            assert (len(lease), lease.num_tokens, lease.partial_tokens) == (2, 2 * PAGE, 5)
+            assert lease.partial is not None
+            assert lease.partial.tobytes() == page_bytes(tokens, 2)
+            assert server.call(lambda inside: inside.cache.flush()) == 2
+            lease.check()
+            assert lease.partial.tobytes() == page_bytes(tokens, 2)
+        with client.acquire(prompt, partial=True) as lease:
+            assert (len(lease), lease.partial) == (2, None)
+
+
 def test_a_client_without_staging_reads_and_cannot_write(server: ThreadServer) -> None:
     tokens = list(range(8600, 8600 + PAGE))
     with connect(server.directory) as writer, connect(server.directory, staging_bytes=0) as reader:
@@ -411,6 +431,15 @@ def test_the_owner_sees_and_clears(tmp_path: Path) -> None:
         store(client, tokens)
         evicted = _admin(server, "Evict", pb.EvictRequest(tier=pb.TIER_HOST, num_pages=64), pb.EvictReply)
         assert evicted.pages_free == 64
+
+
+def test_the_owners_socket_describes_itself(server: ThreadServer) -> None:
+    """gRPC reflection, for tools that know nothing of hicache."""
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    with grpc.insecure_channel(wire.address(str(server.directory / wire.ADMIN_SOCKET))) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert {"hicache.v1.Admin", "hicache.v1.Cache"} <= set(services)
 
 
 def test_the_owners_calls_are_refused_clearly(server: ThreadServer) -> None:
