@@ -241,7 +241,8 @@ class PredictedAdmission:
         if not record.has_returned:
             record.has_returned = True
             self._returned += num_pages
-            epoch.counts[of].awaited -= num_pages
+            count = epoch.counts[of]
+            count.awaited = max(0.0, count.awaited - num_pages)  # the node may have been joined to another since
         self._back[of] = self._back.get(of, 0.0) + num_pages
         self._delays[min(EPOCHS, self._epochs[-1].number - epoch.number)] += num_pages
 
