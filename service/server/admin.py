@@ -1,7 +1,8 @@
 """What the server's owner may do."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+import mmap
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 from hicache.cache import Cache
@@ -11,12 +12,15 @@ from hicache.residency import Residency
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.edge import Call
 from hicache.service.server.sessions import Sessions
+from hicache.service.server.storing import Storing
 from hicache.service.snapshot import snapshot_of, stats_of
 from hicache.tier import HOST, NVME, Outcome, PageRead, TierId
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes of a piece of JSON."""
 MAX_WITHIN_MS: Final = 600_000
+_Find = Callable[[Node, pb.VerifyReply], Awaitable[set[int]]]
+"""Reads a node's copy in one tier, counts, and says which slots are damaged."""
 _TIERS: Final = {pb.TIER_HOST: HOST, pb.TIER_NVME: NVME}
 
 
@@ -24,11 +28,18 @@ class AdminCalls:
     """The service `Admin`. Belongs to the event loop."""
 
     def __init__(
-        self, cache: Cache, sessions: Sessions, *, status: Callable[[], dict[str, Any]], drain: Callable[[float], None]
+        self,
+        cache: Cache,
+        sessions: Sessions,
+        storing: Storing,
+        *,
+        status: Callable[[], dict[str, Any]],
+        drain: Callable[[float], None],
     ) -> None:
         """`status`: what the server says of itself. `drain`: begin to stop, within so many seconds (0: its own)."""
         self._cache: Final = cache
         self._sessions: Final = sessions
+        self._storing: Final = storing
         self._status: Final = status
         self._drain: Final = drain
 
@@ -74,39 +85,50 @@ class AdminCalls:
         return pb.FlushReply(num_held=num_held, is_durable=await self._cache.settle(deadline=call.deadline))
 
     async def verify(self, call: Call, request: pb.VerifyRequest) -> pb.VerifyReply:
-        """See the proto. Reads NVMe copy by copy; others run in between."""
+        """See the proto. Reads node by node; others run in between."""
         reply = pb.VerifyReply()
-        if NVME in self._cache.tiers:
-            for batch in self._cache.tree.walk(batch=100):
-                for info in batch:
-                    await self._verify_node(info.node, reply)
+        for batch in self._cache.tree.walk(batch=100):
+            for info in batch:
+                for tier_id, find in ((HOST, self._damaged_in_arena), (NVME, self._damaged_on_nvme)):
+                    if tier_id in self._cache.tiers:
+                        await self._verify_copy(info.node, tier_id, find, reply)
         return reply
 
-    async def _verify_node(self, node: Node, reply: pb.VerifyReply) -> None:
-        cache, nvme = self._cache, self._cache.tiers[NVME]
-        if not node.is_live or node.residency(NVME) is not Residency.RESIDENT:
+    async def _verify_copy(self, node: Node, tier_id: TierId, find: "_Find", reply: pb.VerifyReply) -> None:
+        """Verify a node's copy in one tier, which is kept there meanwhile."""
+        cache = self._cache
+        if not node.is_live or node.residency(tier_id) is not Residency.RESIDENT:
             return
-        buffer = memoryview(bytearray(cache.layout.page_bytes))
-        identities = cache.tree.identities(node)
-        pins = cache.pin({NVME: [node]})
+        pins = cache.pin({tier_id: [node]})
         try:
-            bad: set[int] = set()
-            for slot, identity in zip(node.slots(NVME).tolist(), identities, strict=True):
-                (outcome,) = await nvme.read([PageRead(slot, nvme.generation(slot), identity, buffer)])
-                reply.num_pages += 1
-                reply.num_failed += outcome is Outcome.ERROR
-                if outcome not in (Outcome.OK, Outcome.ERROR):
-                    bad.add(slot)
+            damaged = await find(node, reply)
         finally:
             # It may have been split meanwhile; a pin has all its parts.
             parts = [part for pin in pins for part in pin.nodes]
             cache.unpin(pins)
-        reply.num_corrupt += len(bad)
+        reply.num_corrupt += len(damaged)
         for part in parts:
-            if part.is_live and part.residency(NVME) is Residency.RESIDENT:
-                found = [page for page, slot in enumerate(part.slots(NVME).tolist()) if slot in bad]
+            if part.is_live and part.residency(tier_id) is Residency.RESIDENT:
+                found = [page for page, slot in enumerate(part.slots(tier_id).tolist()) if slot in damaged]
                 if found:
-                    cache.forget(part, NVME, found[0])
+                    cache.forget(part, tier_id, found[0])
+
+    async def _damaged_in_arena(self, node: Node, reply: pb.VerifyReply) -> set[int]:
+        slots = node.slots(HOST).copy()
+        found = await self._storing.is_whole(slots)
+        reply.num_pages += len(found) - found.count(None)
+        return {slot for slot, is_whole in zip(slots.tolist(), found, strict=True) if is_whole is False}
+
+    async def _damaged_on_nvme(self, node: Node, reply: pb.VerifyReply) -> set[int]:
+        nvme, damaged = self._cache.tiers[NVME], set[int]()
+        buffer = memoryview(mmap.mmap(-1, self._cache.layout.page_bytes))  # aligned, for direct I/O
+        for slot, identity in zip(node.slots(NVME).tolist(), self._cache.tree.identities(node), strict=True):
+            (outcome,) = await nvme.read([PageRead(slot, nvme.generation(slot), identity, buffer)])
+            reply.num_pages += 1
+            reply.num_failed += outcome is Outcome.ERROR
+            if outcome not in (Outcome.OK, Outcome.ERROR):
+                damaged.add(slot)
+        return damaged
 
     async def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainReply:
         """See the proto. Does not wait."""

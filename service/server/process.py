@@ -135,7 +135,7 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
         stack.push_async_callback(data.stop, CUT_OFF_S)
 
         admin = _grpc_server(config, MAX_ADMIN_CALLS)
-        owners = AdminCalls(server.cache, server.sessions, status=server.status, drain=server.stop)
+        owners = AdminCalls(server.cache, server.sessions, server.storing, status=server.status, drain=server.stop)
         admin.add_generic_rpc_handlers((
             Edge(clock, max_call_s=config.times.max_call_s, sessions=None).handler(wire.ADMIN, owners),
         ))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from crc32c import crc32c
 
 from hicache.cache import Cache
 from hicache.errors import BadRequest, DeadlineExceeded, HicacheError, NoRoom, TierUnavailable
@@ -26,7 +27,7 @@ from hicache.service.errors import Draining, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.session import Reservation, Session, Tokens
 from hicache.service.server.sessions import Sessions
-from hicache.tier import HOST, PageIdentity, TierId
+from hicache.tier import HOST, PageIdentity, Slots, TierId
 from hicache.tiers.host import HostTier
 from hicache.tiers.memory import started_executor
 from hicache.tokens import check_ids
@@ -66,15 +67,27 @@ class Storing:
         self._host: Final = host
         self._start: Final = start
         self._sums: Final = np.zeros(host.capacity_pages, np.uint32)
+        self._sum_generations: Final = np.full(host.capacity_pages, -1, np.int64)
+        """In which life of its slot each checksum was taken."""
         self._threads: Final = started_executor(TierId("commit"), min(MAX_THREADS, os.cpu_count() or 1))
 
     def close(self) -> None:
         """Join the threads; no commit is under way any more."""
         self._threads.shutdown()
 
-    def checksum(self, slot: int) -> int:
-        """CRC-32C of the page that was committed to an arena slot last."""
-        return int(self._sums[slot])
+    async def is_whole(self, slots: Slots) -> list[bool | None]:
+        """Whether arena pages still have the checksums that they had when they were committed, one a slot, which nobody
+        may give to another page meanwhile. None for what came into the arena otherwise. Reads them in a thread."""
+        generation = self._host.generation
+        known = [
+            (slot, int(self._sums[slot])) if self._sum_generations[slot] == generation(slot) else None
+            for slot in slots.tolist()
+        ]
+
+        def compare() -> list[bool | None]:
+            return [None if each is None else checksum(self._host.view(each[0])) == each[1] for each in known]
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, compare)
 
     # -- the first phase ----------------------------------------------------------------------------------------------
 
@@ -236,6 +249,7 @@ class Storing:
         if checksums and list(struct.unpack(f"<{len(sums)}I", checksums)) != sums:
             return pb.REASON_CORRUPT_PAGE
         self._sums[reservation.slots] = sums
+        self._sum_generations[reservation.slots] = [self._host.generation(target) for _, target in pairs]
         return pb.REASON_NONE
 
     def _publish(self, reservation: Reservation) -> Stored:
@@ -317,10 +331,13 @@ async def _ended(parts: Iterable["asyncio.Future[list[int]]"]) -> None:
 
 def _copy_and_sum(pages: Sequence[tuple[memoryview, memoryview]]) -> list[int]:
     """Copy each page and return the CRC-32C of each copy, taken while it is in the processor's cache."""
-    from crc32c import crc32c
-
     sums = []
     for source, target in pages:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-        sums.append(crc32c(target, 0, len(target) >= GIL_KEPT_BELOW))
+        sums.append(checksum(target))
     return sums
+
+
+def checksum(page: memoryview) -> int:
+    """CRC-32C of a page."""
+    return int(crc32c(page, 0, len(page) >= GIL_KEPT_BELOW))
