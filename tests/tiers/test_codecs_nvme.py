@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ def test_ends_that_a_journal_made_up_are_damage(words: Any, finding: str, tmp_pa
             slots, chain = tier.allocate(4), identities(4)
             assert await write(tier, slots, chain, PAGES) == [Outcome.OK] * 4
             for slot in slots:
-                tier._index._words[slot, 6:] = words(tier._index.layer_ends(int(slot)))
+                tier._index._words[slot, 7:] = words(tier._index.layer_ends(int(slot)))
             assert (await read(tier, slots, chain))[0] == [Outcome.CORRUPT] * 4
             assert (await read(tier, slots[3:], chain[3:]))[0] == [Outcome.CORRUPT]
             assert tier.counters()[f"read.{finding}"] + tier.counters().get("read.short", 0) == 5
@@ -309,11 +310,7 @@ def test_a_header_of_another_codec_is_damage(tmp_path: Path) -> None:
             header = decode_page_header(block)
             assert header is not None
             assert header.codec == 1
-            encode_page_header(
-                PageHeader(header.store, header.segment, header.slot, header.generation, header.identity,
-                           header.payload_bytes, header.layer_sums, header.sequence, 2, header.layer_ends),
-                block,
-            )  # fmt: skip
+            encode_page_header(replace(header, codec=2), block)
             write_raw(tier, int(slots[0]), 0, bytes(block))
             assert (await read(tier, slots, chain))[0] == [Outcome.CORRUPT]
             assert tier.counters()["read.bad_header"] == 1
@@ -328,7 +325,7 @@ def test_headers_keep_the_ends_of_layers(data: st.DataObject) -> None:
     sums = tuple(data.draw(st.lists(word, min_size=num_layers, max_size=num_layers)))
     ends = tuple(sorted(data.draw(st.lists(word, min_size=num_layers, max_size=num_layers))))
     identity = identities(1)[0]
-    header = PageHeader(bytes(16), 1, 2, 3, identity, 1 << 20, sums, 4, data.draw(st.sampled_from([1, 2, 3])), ends)
+    header = PageHeader(bytes(16), 1, 2, 3, identity, 1 << 20, sums, 5, 4, data.draw(st.sampled_from([1, 2, 3])), ends)
     block = memoryview(bytearray(4096))
     encode_page_header(header, block)
     assert decode_page_header(block) == header

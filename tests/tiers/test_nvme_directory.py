@@ -303,7 +303,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in refused(tmp_path, files=Others())
 
 
-@pytest.mark.parametrize("version", [0, 3, 77])
+@pytest.mark.parametrize("version", [0, 2, 4, 77])
 def test_an_unknown_format_version_is_refused_and_the_directory_stays_as_it_is(tmp_path: Path, version: int) -> None:
     directory = tmp_path / "store"
     open_and_close(directory)
@@ -346,7 +346,7 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"hicache-nvme 1\n", b"\0" * 300, b"hicache-nvme 2\n{}\ncrc32c 12345678\n", os.urandom(70_000)],
+    [b"", b"hicache-nvme 1\n", b"\0" * 300, b"hicache-nvme 3\n{}\ncrc32c 12345678\n", os.urandom(70_000)],
     ids=["empty", "cut", "zeros", "wrong checksum", "random"],
 )
 def test_a_damaged_manifest_is_set_aside_and_the_store_starts_cold(

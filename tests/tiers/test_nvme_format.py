@@ -11,6 +11,7 @@ import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from hicache.errors import BadRequest
 from hicache.layout import AttentionKind, KVDtype, KVLayout, LayerGroup
@@ -24,7 +25,8 @@ from hicache.tiers.nvme.header import (
     decode_segment_place,
     encode_page_header,
     encode_segment_header,
-    layer_checksums,
+    payload_checksum,
+    payload_checksums,
     segment_version,
 )
 from hicache.tiers.nvme.index import Index
@@ -49,11 +51,13 @@ SHAPE = PageShape((8, 4), 4)
 DIGEST = hashlib.sha256(b"example").digest()
 IDENTITY = PageIdentity(DIGEST, DIGEST, struct.pack("<4i", 101, 102, 103, 104))
 PAYLOAD = bytes(range(12))
+CHECKSUMS = (0x85AF88F8, 0xDB34C0D4, 0x1C10894B)
+"""Of the payload's two layers and of all of it."""
 
 
 def example_header() -> PageHeader:
     """The page of the worked example, from the sentences around it."""
-    return PageHeader(STORE, 0, 1, 2, IDENTITY, 12, layer_checksums(memoryview(PAYLOAD), SHAPE), 6)
+    return PageHeader(STORE, 0, 1, 2, IDENTITY, 12, *payload_checksums(memoryview(PAYLOAD), SHAPE.layer_ranges), 6)
 
 
 EPOCH = bytes(range(16, 32))
@@ -63,7 +67,7 @@ MANIFEST = Manifest(STORE, Geometry(SHAPE, slots_per_segment=3, num_slots=3), (0
 def example_log() -> bytes:
     """The log of the worked example: an empty checkpoint and one round."""
     index = Index(SHAPE, 3)
-    index.record(1, 2, 0, IDENTITY, example_header().layer_sums)
+    index.record(1, 2, 0, IDENTITY, (*example_header().layer_sums, example_header().payload_sum))
     first = encode_frames([Record(RecordType.END, b"")], EPOCH, first=0, sequence=6)
     records = [
         namespace_record(0, DIGEST, b"example"),
@@ -118,7 +122,7 @@ def test_the_example_can_be_read_with_nothing_but_the_table() -> None:
     """A second reader, from the table of FORMAT.md and not from the code."""
     dumped = undump(example("hexdump page header"))
     assert dumped[:8] == b"HICPAGE\0"
-    assert struct.unpack_from("<HHHH", dumped, 8) == (2, 1, 0, 0)
+    assert struct.unpack_from("<HHHH", dumped, 8) == (3, 1, 0, 0)
     assert dumped[16:32] == STORE
     assert struct.unpack_from("<II", dumped, 32) == (0, 1)
     assert struct.unpack_from("<QQQQ", dumped, 40) == (2, 6, 12, 12)
@@ -126,30 +130,32 @@ def test_the_example_can_be_read_with_nothing_but_the_table() -> None:
     assert dumped[80:112] == dumped[112:144] == hashlib.sha256(b"example").digest()
     assert dumped[144:256] == bytes(112)
     assert struct.unpack_from("<4i", dumped, 256) == (101, 102, 103, 104)
-    first, whole = struct.unpack_from("<II", dumped, 272)
-    assert (first, whole) == (crc32c(PAYLOAD[:8]), crc32c(PAYLOAD)) == (0x8A2CBC3B, 0x5383AABA)
-    assert crc32c(PAYLOAD[8:], first) == whole
-    assert dumped[280:4092] == bytes(4092 - 280)
+    parts = PAYLOAD[:8], PAYLOAD[8:], PAYLOAD
+    assert struct.unpack_from("<III", dumped, 272) == CHECKSUMS
+    assert tuple(xxh3_64_intdigest(part) % 2**32 for part in parts) == CHECKSUMS
+    assert dumped[284:4092] == bytes(4092 - 284)
     assert struct.unpack_from("<I", dumped, 4092) == (crc32c(dumped[:4092]),)
     assert crc32c(b"123456789") == 0xE3069283
+    assert xxh3_64_intdigest(b"123456789") == 0x72DCB18B67A17DFF
+    assert xxh3_64_intdigest(b"") == 0x2D06800538D394C2, "as the authors of XXH3 publish it"
 
 
 def test_the_example_segment_header_is_what_the_code_writes() -> None:
     block = memoryview(bytearray(b"\xff" * 4096))
     encode_segment_header(SegmentHeader(STORE, 0, 3, SHAPE), block)
     assert undump(example("hexdump segment header")) == bytes(block)
-    assert segment_version(block) == 2
+    assert segment_version(block) == 3
     assert decode_segment_place(block) == (STORE, 0, 3)
 
 
 def test_the_example_manifest_is_what_the_code_writes() -> None:
     text = example("manifest").encode()
     assert text == encode_manifest(MANIFEST)
-    assert manifest_version(text) == 2
+    assert manifest_version(text) == 3
     assert decode_manifest(text) == MANIFEST
     body = json.loads(text.splitlines()[1])
     assert body["layer_bytes"] == [8, 4]
-    table = FORMAT.read_text().partition("Version 2 has these fields, in this order")[2].partition("\n\nOpened")[0]
+    table = FORMAT.read_text().partition("Version 3 has these fields, in this order")[2].partition("\n\nOpened")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert re.findall(r"`(\w+)`", "".join(rows)) == list(body)
 
@@ -161,7 +167,7 @@ def test_the_example_log_is_what_the_code_writes() -> None:
 def test_the_example_log_can_be_read_with_nothing_but_the_table() -> None:
     """A second reader, from the tables of FORMAT.md and not from the code."""
     dumped = undump(example("hexdump log"))
-    assert dumped[:16] == b"HICJRNL\0" + struct.pack("<4H", 2, 0, 0, 0)
+    assert dumped[:16] == b"HICJRNL\0" + struct.pack("<4H", 3, 0, 0, 0)
     assert dumped[16:48] == STORE + EPOCH
     assert struct.unpack_from("<Q", dumped, 48) == (1,)
     assert struct.unpack_from("<I", dumped, 4092) == (crc32c(dumped[:4092]),)
@@ -184,8 +190,8 @@ def test_the_example_log_can_be_read_with_nothing_but_the_table() -> None:
     assert struct.unpack_from("<IIQHHI", page) == (1, 0, 2, 0, 0, 12)
     assert page[24:56] == DIGEST
     assert struct.unpack_from("<4i", page, 56) == (101, 102, 103, 104)
-    assert struct.unpack_from("<2I", page, 72) == (0x8A2CBC3B, 0x5383AABA)
-    assert len(page) == 80
+    assert struct.unpack_from("<3I", page, 72) == CHECKSUMS
+    assert len(page) == 84
 
 
 def test_a_log_header_or_frame_with_any_single_bit_flipped_is_none() -> None:
@@ -225,7 +231,9 @@ def headers(draw: st.DrawFn) -> tuple[PageHeader, int]:
     store = draw(st.binary(min_size=16, max_size=16))
     generation = draw(st.integers(0, 2**63 - 1))
     sequence = draw(st.integers(0, 2**64 - 1))
-    header = PageHeader(store, draw(bytes_of), draw(bytes_of), generation, identity, draw(bytes_of), sums, sequence)
+    header = PageHeader(
+        store, draw(bytes_of), draw(bytes_of), generation, identity, draw(bytes_of), sums, draw(bytes_of), sequence
+    )
     return header, shape.header_bytes
 
 
@@ -249,8 +257,8 @@ def test_a_header_with_any_single_bit_flipped_is_no_header() -> None:
     ("offset", "data"),
     [
         pytest.param(0, b"h", id="magic"),
-        pytest.param(8, b"\x03", id="version above"),
-        pytest.param(8, b"\x01", id="version below"),
+        pytest.param(8, b"\x04", id="version above"),
+        pytest.param(8, b"\x02", id="version below"),
         pytest.param(10, b"\x02", id="length in blocks"),
         pytest.param(12, b"\x01", id="codec"),
         pytest.param(14, b"\x01", id="part"),
@@ -276,15 +284,12 @@ def test_a_page_of_zeros_is_no_header() -> None:
     assert segment_version(memoryview(bytearray(4096))) is None
 
 
-def test_layer_checksums_cover_each_layer_and_the_whole() -> None:
+def test_checksums_cover_each_layer_and_the_whole() -> None:
     page = memoryview(bytes(range(256)) * 5)
     shape = PageShape((1, 255, 700, 324), 4)
-    sums = layer_checksums(page, shape)
-    assert sums[-1] == crc32c(page)
-    before = 0
-    for (start, stop), after in zip(shape.layer_ranges, sums, strict=True):
-        assert crc32c(page[start:stop], before) == after
-        before = after
+    sums, whole = payload_checksums(page, shape.layer_ranges)
+    assert sums == tuple(xxh3_64_intdigest(page[start:stop]) % 2**32 for start, stop in shape.layer_ranges)
+    assert whole == xxh3_64_intdigest(page) % 2**32 == payload_checksum(page)
 
 
 @pytest.mark.parametrize("offset", [*range(16), 32, 40, 64, 4091, 4092, 4095])
@@ -319,8 +324,8 @@ def test_a_manifest_is_whole_or_damaged_and_tells_any_version() -> None:
 def test_header_and_slot_sizes() -> None:
     assert PageShape((12_288,) * 30, 16).header_bytes == 4096
     assert PageShape((12_288,) * 30, 16).slot_bytes == 4096 + 368_640
-    assert PageShape((1,) * 703, 256).header_bytes == 4096
-    assert PageShape((1,) * 704, 256).header_bytes == 8192
+    assert PageShape((1,) * 702, 256).header_bytes == 4096
+    assert PageShape((1,) * 703, 256).header_bytes == 8192
     assert PageShape((1,) * 1024, 256).header_bytes == 8192
     assert PageShape((4096, 1), 1).slot_bytes == 3 * 4096
 
@@ -431,11 +436,11 @@ def test_shapes_out_of_bounds_are_refused(layer_bytes: tuple[int, ...], page_siz
 )
 def test_a_manifest_that_no_program_writes_is_damaged_though_its_checksum_is_right(change: dict[str, object]) -> None:
     body = json.loads(encode_manifest(MANIFEST).splitlines()[1]) | change
-    text = f"hicache-nvme 2\n{json.dumps(body, separators=(',', ':'))}\n".encode()
+    text = f"hicache-nvme 3\n{json.dumps(body, separators=(',', ':'))}\n".encode()
     assert decode_manifest(text + b"crc32c %08x\n" % crc32c(text)) is None
     del body[next(iter(change))]
-    text = f"hicache-nvme 2\n{json.dumps(body, separators=(',', ':'))}\n".encode()
+    text = f"hicache-nvme 3\n{json.dumps(body, separators=(',', ':'))}\n".encode()
     assert decode_manifest(text + b"crc32c %08x\n" % crc32c(text)) is None or change == {"more": 1}
     for line in (b"[]", b"1", b"{", b"[" * 10_000, b"\xff"):
-        text = b"hicache-nvme 2\n" + line + b"\n"
+        text = b"hicache-nvme 3\n" + line + b"\n"
         assert decode_manifest(text + b"crc32c %08x\n" % crc32c(text)) is None

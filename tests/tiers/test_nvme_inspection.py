@@ -51,7 +51,7 @@ def test_a_healthy_store(tmp_path: Path) -> None:
     assert inspected(tmp_path / "store").verified is None
     assert report.is_healthy
     assert report.is_store
-    assert (report.version, report.holder, report.problems, report.others) == (2, None, [], [])
+    assert (report.version, report.holder, report.problems, report.others) == (3, None, [], [])
     assert report.manifest is not None
     assert report.manifest.geometry.num_slots == 10
     assert [each.state for each in report.segments] == [FileState.WHOLE] * 3
@@ -141,13 +141,13 @@ def test_a_manifest_that_is_not_ours_to_read(tmp_path: Path, what: str) -> None:
     state: FileState | None = None
     version: int | None = None
     if what == "damaged":
-        (directory / MANIFEST).write_bytes(b"hicache-nvme 2\n{}\ncrc32c 00000000\n")
+        (directory / MANIFEST).write_bytes(b"hicache-nvme 3\n{}\ncrc32c 00000000\n")
         state = FileState.DAMAGED
     elif what == "foreign":
         (directory / MANIFEST).symlink_to(tmp_path / "outside")
         state = FileState.NOT_OURS
     elif what != "gone":
-        version = 1 if what == "version 1" else 3
+        version = 1 if what == "version 1" else 4
         text = b"hicache-nvme %d\nmore\n" % version
         (directory / MANIFEST).write_bytes(text + b"crc32c %08x\n" % crc32c(text))
         state = FileState.FORGETFUL if what == "version 1" else FileState.OTHER_VERSION
@@ -164,7 +164,7 @@ def test_a_manifest_that_is_not_ours_to_read(tmp_path: Path, what: str) -> None:
     assert [each.state for each in report.segments] == [FileState.SURPLUS] * 3
     # What is said is what a start does.
     if report.is_refused:
-        with pytest.raises(TierUnavailable, match="version 3"):
+        with pytest.raises(TierUnavailable, match="version 4"):
             open_again(directory)
         assert inspected(directory).segments == report.segments
     else:

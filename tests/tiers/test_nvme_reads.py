@@ -123,7 +123,7 @@ def test_a_whole_header_that_says_anything_else_is_the_miss_that_the_format_name
         "fewer tokens": (lambda h: replace(h, identity=replace(mine, tokens=mine.tokens[:8])), Finding.OTHER_PAGE),
         "length": (lambda h: replace(h, payload_bytes=h.payload_bytes - 1), Finding.BAD_HEADER),
         "fewer layers": (lambda h: replace(h, layer_sums=h.layer_sums[1:]), Finding.BAD_HEADER),
-        "payload checksum": (lambda h: replace(h, layer_sums=(*h.layer_sums[:-1], 1)), Finding.OTHER_PAYLOAD),
+        "payload checksum": (lambda h: replace(h, payload_sum=h.payload_sum ^ 1), Finding.OTHER_PAYLOAD),
     }
 
     async def main() -> None:

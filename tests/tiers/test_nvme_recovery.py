@@ -108,7 +108,7 @@ def history() -> tuple[bytes, list[int], list[State]]:
             free = [identity for identity in chain if identity not in held.values()]
             if slot not in held and slot not in emptied and free:
                 held[slot] = free[0]
-                index.record(slot, generations[slot], 0, free[0], (1, number))
+                index.record(slot, generations[slot], 0, free[0], (1, number, 2))
                 written.append(slot)
         if written:
             log.append(pages_records(index.rows(np.array(written, np.int64))), number)
@@ -249,7 +249,7 @@ def log_with(*records: Record) -> bytes:
 
 def one_page(**fields: int) -> Rows:
     index = Index(SHAPE, NUM_SLOTS)
-    index.record(3, 7, 0, identity_chain(1)[0], (1, 2))
+    index.record(3, 7, 0, identity_chain(1)[0], (1, 2, 3))
     rows = index.rows(np.array([3]))
     for name, value in fields.items():
         rows[name] = value

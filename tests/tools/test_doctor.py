@@ -78,7 +78,7 @@ def test_a_healthy_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     status, report = doctor(capsys, tmp_path / "store", "--verify")
     assert status == 0
     said = checks_of(report, "ok")
-    assert "format version 2; 10 slots" in said["manifest"]
+    assert "format version 3; 10 slots" in said["manifest"]
     assert "3 files whole" in said["segments"]
     assert "closed properly" in said[LOG_NAMES[0]]
     assert said["recovery"] == "7 pages would be there after a start"
@@ -113,7 +113,7 @@ def _flip(path: Path) -> None:
 
 def _of_version(path: Path, version: int) -> None:
     text = path.read_bytes().splitlines(keepends=True)
-    _with_checksum(path, text[0].replace(b" 2\n", b" %d\n" % version) + text[1])
+    _with_checksum(path, text[0].replace(b" 3\n", b" %d\n" % version) + text[1])
 
 
 def _with_checksum(path: Path, body: bytes) -> None:
@@ -196,7 +196,7 @@ def test_segments_without_a_manifest_are_not_said_to_be_nothing(
         case "damaged":
             _flip(directory / MANIFEST)
         case "senseless":
-            _with_checksum(directory / MANIFEST, b"hicache-nvme 2\n{}\n")
+            _with_checksum(directory / MANIFEST, b"hicache-nvme 3\n{}\n")
         case _:
             _of_version(directory / MANIFEST, int(manifest[-1]))
     status, report = doctor(capsys, directory)

@@ -169,9 +169,9 @@ class PageShape:
 
     @cached_property
     def num_words(self) -> int:
-        """Numbers (u32) that are kept of a page's layers: a checksum each and, where pages are encoded, how far each
-        reaches in the payload."""
-        return self.num_layers if self.coding is None else 2 * self.num_layers
+        """Numbers (u32) that are kept of a page's layers: a checksum each, one of all together and, where pages are
+        encoded, how far each reaches in the payload."""
+        return self.num_layers + 1 if self.coding is None else 2 * self.num_layers + 1
 
     @cached_property
     def header_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Index:
         """Number of the page's namespace (`Namespaces`)."""
         self._identities = np.zeros((num_slots, 64 + shape.token_bytes), np.uint8)
         self._words = np.zeros((num_slots, shape.num_words), np.uint32)
-        """Checksums at the ends of the page's layers and, where pages are encoded, where these ends are."""
+        """Checksums of the page's layers, of all together and, where pages are encoded, where each layer ends."""
 
     def record(
         self, slot: int, generation: int, namespace: int, identity: PageIdentity, words: tuple[int, ...]
@@ -104,21 +104,21 @@ class Index:
         return stored == _packed(identity)
 
     def payload_sum(self, slot: int) -> int:
-        """CRC32C of the page in the slot, as it is stored."""
-        return int(self._words[slot, self.shape.num_layers - 1])
+        """Checksum of the page in the slot, as it is stored."""
+        return int(self._words[slot, self.shape.num_layers])
 
     def layer_ends(self, slot: int) -> tuple[int, ...]:
         """Where the layers of the page in the slot end in its payload; empty where pages lie as they are."""
-        return tuple(self._words[slot, self.shape.num_layers :].tolist()) if self.shape.coding is not None else ()
+        return tuple(self._words[slot, self.shape.num_layers + 1 :].tolist())
 
     def stored_layer(self, slot: int, layer: int) -> StoredLayer:
-        """Where one layer of the page in the slot lies in its payload, and the checksums around it."""
+        """Where one layer of the page in the slot lies in its payload, and its checksum."""
         words, num_layers = self._words[slot], self.shape.num_layers
         if self.shape.coding is None:
             start, stop = self.shape.layer_ranges[layer]
         else:
-            start, stop = int(words[num_layers + layer - 1]) if layer else 0, int(words[num_layers + layer])
-        return StoredLayer(start, stop, int(words[layer - 1]) if layer else 0, int(words[layer]))
+            start, stop = int(words[num_layers + layer]) if layer else 0, int(words[num_layers + 1 + layer])
+        return StoredLayer(start, stop, int(words[layer]))
 
 
 def _packed(identity: PageIdentity) -> bytes:

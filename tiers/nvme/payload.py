@@ -17,20 +17,18 @@ import numpy as np
 from hicache.tiers.codecs.base import Codec
 from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import BLOCK, PageShape, round_up
-from hicache.tiers.nvme.header import checksum, layer_checksums
+from hicache.tiers.nvme.header import payload_checksum, payload_checksums
 from hicache.tiers.nvme.io import Scratch, is_aligned
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """Where one layer of a page lies in the page's payload, and what it must add up to."""
+    """Where one layer of a page lies in the page's payload, and its checksum (`payload_checksum`)."""
 
     start: int
     stop: int
-    before: int
-    """Running CRC32C of the payload up to `start`."""
-    after: int
-    """Running CRC32C up to `stop`."""
+    sum: int
+    """Checksum of these bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,9 @@ class Outgoing:
     """A payload that is to be written."""
 
     sums: tuple[int, ...]
-    """Running CRC32C at the end of each layer, of the bytes as they are stored."""
+    """Checksum of each layer, of the bytes as they are stored."""
+    sum: int
+    """Checksum of all of them together."""
     ends: tuple[int, ...]
     """Where each layer ends in the payload; empty where pages lie as they are."""
     buffers: list[memoryview]
@@ -65,7 +65,7 @@ class Payloads(Protocol):
     def complete(
         self, into: memoryview, sum_: int, ends: Sequence[int], position: int, scratch: Scratch
     ) -> Finding:
-        """Bring a page whose blocks came in into the caller's buffer, verified: its stored bytes have that CRC32C."""
+        """Bring a page whose blocks came in into the caller's buffer, verified: its stored bytes have that checksum."""
         ...
 
     def layer_in_place(self, layer: StoredLayer, into: memoryview) -> bool:
@@ -90,20 +90,20 @@ class PlainPayloads:
 
     def outgoing(self, data: memoryview, position: int, scratch: Scratch, *, is_last: bool) -> Outgoing:
         """The caller's own bytes, and a copy of the last, incomplete block with zeros."""
-        sums = layer_checksums(data, self._shape)
+        sums, whole_sum = payload_checksums(data, self._shape.layer_ranges)
         if not self._reaches(data):
             bounce = scratch.page[: round_up(len(data))]
             _copy(data, bounce[: len(data)])
             bounce[len(data) :] = bytes(len(bounce) - len(data))
-            return Outgoing(sums, (), [bounce])
+            return Outgoing(sums, whole_sum, (), [bounce])
         whole = len(data) // BLOCK * BLOCK
         if whole == len(data):
-            return Outgoing(sums, (), [data])
+            return Outgoing(sums, whole_sum, (), [data])
         tail = scratch.tails[position]
         rest = len(data) - whole
         tail[:rest] = data[whole:]
         tail[rest:] = bytes(BLOCK - rest)
-        return Outgoing(sums, (), [data[:whole], tail] if whole else [tail])
+        return Outgoing(sums, whole_sum, (), [data[:whole], tail] if whole else [tail])
 
     def incoming(
         self, into: memoryview, ends: Sequence[int], position: int, scratch: Scratch, *, is_last: bool
@@ -124,7 +124,7 @@ class PlainPayloads:
             _copy(scratch.page[: len(into)], into)
         elif rest := len(into) % BLOCK:
             into[len(into) - rest :] = scratch.tails[position][:rest]
-        return Finding.OK if checksum(into) == sum_ else Finding.BAD_PAYLOAD
+        return Finding.OK if payload_checksum(into) == sum_ else Finding.BAD_PAYLOAD
 
     def layer_in_place(self, layer: StoredLayer, into: memoryview) -> bool:
         """Where direct I/O can begin, end and put it."""
@@ -158,13 +158,10 @@ class EncodedPayloads:
         ends = self._codec.encode(0, data, room[: self._shape.room_bytes])
         if ends is None:
             return None
-        running, sums = 0, []
-        for start, end in pairwise((0, *ends)):
-            running = checksum(room[start:end], running)
-            sums.append(running)
+        sums, whole_sum = payload_checksums(room, pairwise((0, *ends)))
         blocks = round_up(ends[-1])
         room[ends[-1] : blocks] = bytes(blocks - ends[-1])
-        return Outgoing(tuple(sums), tuple(ends), [room[:blocks] if is_last else room])
+        return Outgoing(sums, whole_sum, tuple(ends), [room[:blocks] if is_last else room])
 
     def incoming(
         self, into: memoryview, ends: Sequence[int], position: int, scratch: Scratch, *, is_last: bool
@@ -178,7 +175,7 @@ class EncodedPayloads:
     ) -> Finding:
         """Check the bytes that were stored, then decode them."""
         stored = scratch.encoded[position]
-        if not self._is_sound(ends) or checksum(stored[: ends[-1]]) != sum_:
+        if not self._is_sound(ends) or payload_checksum(stored[: ends[-1]]) != sum_:
             return Finding.BAD_PAYLOAD
         return Finding.OK if self._codec.decode(0, ends, stored[: ends[-1]], into) else Finding.BAD_PAYLOAD
 

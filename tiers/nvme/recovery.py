@@ -278,7 +278,7 @@ def settle(
     stored = rows["words"][:, -1] if shape.coding is not None else np.full(rows.size, shape.page_bytes)
     keep((rows["stored_bytes"] == stored) & (stored <= shape.room_bytes), "wrong_length")
     if shape.coding is not None:
-        ends = rows["words"][:, shape.num_layers :]
+        ends = rows["words"][:, shape.num_layers + 1 :]
         keep(np.asarray((ends[:, 1:] >= ends[:, :-1]).all(axis=1)), "wrong_length")
     keep(np.asarray((rows["tokens"] >= 0).all(axis=1)), "no_tokens")
     keep(np.isin(rows["namespace"], np.array(sorted(contents.namespaces), np.uint32)), "unknown_namespace")

@@ -15,10 +15,10 @@ from hicache.tiers.nvme.geometry import BLOCK, SEGMENT_HEADER_BYTES, Geometry, r
 from hicache.tiers.nvme.header import (
     PageHeader,
     SegmentHeader,
-    checksum,
     decode_page_header,
     encode_page_header,
     encode_segment_header,
+    payload_checksum,
 )
 from hicache.tiers.nvme.health import Health, Kind
 from hicache.tiers.nvme.io import FileIO, Scratch, read_fully, write_fully
@@ -46,8 +46,8 @@ class Written:
     num_bytes: int = 0
     """Bytes that the device took: whole blocks of header and payload, as it is stored."""
     words: tuple[int, ...] = ()
-    """What the index keeps of its layers, `PageShape.num_words`: running CRC32C of the stored bytes at the end of each
-    layer and, where pages are encoded, where these ends are."""
+    """What the index keeps of its layers, `PageShape.num_words`: the checksum of each as it is stored, that of all
+    together and, where pages are encoded, where each ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PageGet:
     generation: int
     identity: PageIdentity
     payload_sum: int
-    """CRC32C of the page's stored bytes when it was written."""
+    """Checksum of the page's stored bytes when it was written."""
     ends: Sequence[int]
     """Where its layers end in them; empty where pages lie as they are."""
     into: memoryview
@@ -137,13 +137,14 @@ class SegmentFile:
                 return self._one_by_one(puts, scratch) if len(puts) > 1 else [Written(Finding.INCOMPRESSIBLE)]
             header = PageHeader(
                 self._store, self.number, put.index, put.generation, put.identity, self._shape.page_bytes,
-                payload.sums, put.sequence, self._shape.codec_id, payload.ends,
+                payload.sums, payload.sum, put.sequence, self._shape.codec_id, payload.ends,
             )  # fmt: skip
             encode_page_header(header, scratch.headers[position])
             buffers.append(scratch.headers[position])
             buffers += payload.buffers
             num_bytes = self._shape.header_bytes + sum(map(len, payload.buffers))
-            written.append(Written(Finding.OK, num_bytes, payload.sums + payload.ends))
+            words = (*payload.sums, payload.sum, *payload.ends)
+            written.append(Written(Finding.OK, num_bytes, words))
         try:
             write_fully(self._files, self.fd, buffers, self._geometry.slot_offset(puts[0].index))
         except OSError as error:
@@ -225,7 +226,7 @@ class SegmentFile:
         if reached < stop - first:
             return Finding.SHORT
         stored = buffer[start - first : stop - first]
-        if checksum(stored, get.stored.before) != get.stored.after:
+        if payload_checksum(stored) != get.stored.sum:
             return Finding.BAD_PAYLOAD
         if not in_place and not self._payloads.complete_layer(get.layer, stored, get.into):
             return Finding.BAD_PAYLOAD
