@@ -15,10 +15,8 @@ from hicache.kernels.parts import PagedPart, no_keys, state_dtype
 from hicache.kernels.state import AttentionState
 
 SCRATCH_BYTES: Final = 8 << 20
-"""Keys and values that are gathered before they are attended to, at most: enough that merging costs little beside the
-work of many queries."""
-_SCRATCH_BYTES_FEW: Final = 2 << 20
-"""The same for few queries, which are bound by memory: still in the cores' caches when attention reads them."""
+"""Keys and values that are gathered before they are attended to, at most: enough that merging and the calls of torch
+cost little, and still in the cores' shared cache when attention reads them."""
 _FOLD_TOKENS_MAX: Final = 64
 """Up to so many new tokens, the query heads of a group become rows of one head: fewer, larger products on the CPU.
 Beyond, there are rows enough, and rearranging them costs more than it gains."""
@@ -99,7 +97,6 @@ def attend_torch(
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
     few = num_tokens <= _FOLD_TOKENS_MAX
-    num_bytes = min(SCRATCH_BYTES, _SCRATCH_BYTES_FEW) if few else SCRATCH_BYTES
     by_head = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     rows = by_head.reshape(num_kv_heads, -1, head_dim) if few else query.transpose(0, 1)
     running = _Running()
@@ -120,7 +117,7 @@ def attend_torch(
     for part, shape in parts:
         if buffer.dim() == 1 or buffer.shape[1] < shape.page_size:
             flush()
-            buffer = _scratch.take(num_bytes, key, shape.page_size)
+            buffer = _scratch.take(SCRATCH_BYTES, key, shape.page_size)
         table, left = part.block_table, part.num_tokens
         while left:
             # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows
@@ -139,7 +136,7 @@ def attend_torch(
     if num_tokens == len(key) == 1:
         # A single new token is one more key that every query sees: cheaper than a state of its own.
         if buffer.dim() == 1:
-            buffer = _scratch.take(num_bytes, key, 1)
+            buffer = _scratch.take(SCRATCH_BYTES, key, 1)
         elif filled == buffer.shape[1]:
             flush()
         buffer[0, filled], buffer[1, filled] = key[0], value[0]
