@@ -157,7 +157,7 @@ def test_c26_damaged_directories_start_and_serve_nothing_wrong(stored: Stored, t
     damaged_starts(stored, tmp_path / "round", seeds(BLOCK, block=block))
 
 
-@pytest.mark.parametrize("version", [3, 255])
+@pytest.mark.parametrize("version", [2, 4, 255])
 def test_a_directory_of_another_version_is_refused_and_stays_as_it_is(
     stored: Stored, tmp_path: Path, version: int
 ) -> None:
