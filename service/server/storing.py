@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -69,7 +70,8 @@ class Storing:
         self._sums: Final = np.zeros(host.capacity_pages, np.uint32)
         self._sum_generations: Final = np.full(host.capacity_pages, -1, np.int64)
         """In which life of its slot each checksum was taken."""
-        self._threads: Final = started_executor(TierId("commit"), min(MAX_THREADS, os.cpu_count() or 1))
+        self._num_threads: Final = min(MAX_THREADS, os.cpu_count() or 1)
+        self._threads: Final = started_executor(TierId("commit"), self._num_threads)
 
     def close(self) -> None:
         """Join the threads; no commit is under way any more."""
@@ -232,13 +234,15 @@ class Storing:
         page_bytes = self.cache.layout.page_bytes
         pairs = list(zip(reservation.staging_slots.tolist(), reservation.slots.tolist(), strict=True))
         views = [(staging.view(source, page_bytes), self._host.view(target)) for source, target in pairs]
-        at_once = max(1, CHUNK_BYTES // page_bytes)
+        # One hand-off a thread: between two of them the loop would have to run.
+        num_parts = min(self._num_threads, len(views), max(1, len(views) * page_bytes // CHUNK_BYTES))
+        borders = [len(views) * part // num_parts for part in range(num_parts + 1)]
         staging.hold()
         try:
             loop = asyncio.get_running_loop()
             parts = [
-                loop.run_in_executor(self._threads, _copy_and_sum, views[start : start + at_once])
-                for start in range(0, len(views), at_once)
+                loop.run_in_executor(self._threads, _copy_and_sum, views[start:end])
+                for start, end in pairwise(borders)
             ]
             await _ended(parts)
             sums = [each for part in parts for each in part.result()]
