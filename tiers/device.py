@@ -201,11 +201,12 @@ class DeviceLayerWrites:
     def __init__(self, tier: DeviceTier, pages: Sequence[PageWrite]) -> None:
         shape = (tier.layout.num_layers, tier.layout.layer_bytes(0))
         self._tier = tier
-        self._pages = pages
+        self._slots = np.array([page.slot for page in pages], np.int64)
+        self._generations = np.array([page.generation for page in pages], np.int64)
         self._buffers = [(page.slot, np.frombuffer(page.data, np.uint8).reshape(shape)) for page in pages]
         self._stack = ExitStack()
         if not tier._closed:
-            self._stack.enter_context(tier._writing([pages[index].slot for index in self._accepted()]))
+            self._stack.enter_context(tier._writing(self._slots[self._accepted()].tolist()))
 
     def start_layer(self, layer: int) -> Coroutine[Any, Any, list[Outcome]]:
         """See `LayerWrites`. Raises `BadRequest` for a layer that there is not."""
@@ -217,7 +218,7 @@ class DeviceLayerWrites:
         accepted = self._accepted()
         parts = tier._start_copy(
             partial(tier._copier.copy_layer_in, layer),
-            [self._buffers[index] for index in accepted],
+            [self._buffers[index] for index in accepted] if len(accepted) < len(self._buffers) else self._buffers,
             item_bytes=tier.layout.layer_bytes(0),
         )
         return self._ended(accepted, parts)
@@ -226,12 +227,15 @@ class DeviceLayerWrites:
         self._stack.close()
 
     def _accepted(self) -> list[int]:
-        return [index for index, page in enumerate(self._pages) if self._tier._accepts(page.slot, page.generation)]
+        """Which pages have their slots still. Asked twice a layer while threads copy, so all are looked at in one."""
+        return np.flatnonzero(self._tier._pool.are_current(self._slots, self._generations)).tolist()
 
     async def _ended(self, accepted: list[int], parts: list[asyncio.Future[list[bool]]]) -> list[Outcome]:
         copied = await self._tier._copied(parts)
         still = set(self._accepted())
-        outcomes = [Outcome.ERROR if index in still else Outcome.STALE for index in range(len(self._pages))]
+        if len(still) == len(accepted) == len(self._slots) and all(copied):
+            return [Outcome.OK] * len(copied)
+        outcomes = [Outcome.ERROR if index in still else Outcome.STALE for index in range(len(self._slots))]
         for index, ok in zip(accepted, copied, strict=True):
             if ok and index in still:
                 outcomes[index] = Outcome.OK

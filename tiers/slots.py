@@ -105,6 +105,13 @@ class SlotPool:
         """Whether `slot`, which exists, is handed out in that life."""
         return bool(self._generation[slot] == generation) and not self._free[slot]
 
+    def are_current(
+        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """`is_current` of each of the slots, which exist, in its generation."""
+        current: npt.NDArray[np.bool_] = self._generation[slots] == generations
+        return current & ~self._free[slots]
+
     def allocated(self) -> Slots:
         """Every slot handed out now, ascending. Walks the whole pool: for checks and inspection."""
         return np.flatnonzero(~self._free[: self.capacity]).astype(np.int32)

@@ -510,9 +510,10 @@ class Lane:
                 chunk = chunks[number]
                 found = await self._outcomes_of(piece, len(chunk))
                 self._learn(len(chunk) / num_layers, found)
-                for (index, _), outcome in zip(chunk, found, strict=True):
-                    if outcome is not Outcome.OK and outcomes[index] is None:
-                        outcomes[index] = outcome
+                if found.count(Outcome.OK) < len(found):
+                    for (index, _), outcome in zip(chunk, found, strict=True):
+                        if outcome is not Outcome.OK and outcomes[index] is None:
+                            outcomes[index] = outcome
                 if number == len(chunks) - 1 and layer < num_layers - 1 and not any(outcomes):
                     self._advance(transfer, layer)
 

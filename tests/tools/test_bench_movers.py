@@ -15,6 +15,7 @@ from hicache.tools.cli import main
 from hicache.tools.exits import CommandFailed
 
 VIRTUAL = {"layerwise_overlap", "prefetch_ttft", "cancel_returns_all"}
+THREADS = {"layerwise_overlap_threads", "layerwise_load"}
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_bench_movers_measures_every_row(
     target = tmp_path / "movers.json"
     assert main(["bench", "movers", "--scale", "16", "--json", str(target)]) == 0
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
-    assert set(rows) == VIRTUAL | {"layerwise_overlap_threads", "planner_demo_off", "planner_demo_gain"}
+    assert set(rows) == VIRTUAL | THREADS | {"planner_demo_off", "planner_demo_gain"}
     check_virtual(rows)
     assert rows["layerwise_overlap_threads"]["value"] > 0
     assert rows["layerwise_overlap_threads"]["goal"] == 1.1
@@ -47,7 +48,7 @@ def test_without_the_demos_model_its_rows_are_left_out(
     target = tmp_path / "movers.json"
     assert main(["bench", "movers", "--scale", "16", "--json", str(target)]) == 0
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
-    assert set(rows) == VIRTUAL | {"layerwise_overlap_threads"}
+    assert set(rows) == VIRTUAL | THREADS
     check_virtual(rows)
     assert "are left out: transformers is not installed" in capsys.readouterr().err
 
