@@ -8,6 +8,7 @@ records that were used longest ago are forgotten.
 from collections import OrderedDict
 from typing import Final, Generic, TypeVar
 
+from hicache.collector import put, untrack
 from hicache.node import Node
 from hicache.tier import chain_digest
 
@@ -42,18 +43,26 @@ class History(Generic[T]):
     def __init__(self, records_max: int = RECORDS_MAX) -> None:
         self._records: OrderedDict[bytes, T] = OrderedDict()
         self._records_max = records_max
+        untrack(self._records)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def get(self, node: Node) -> T | None:
         """What is known of the prefix that ends with a node."""
-        return self._records.get(prefix_of(node))
+        return self.find(prefix_of(node))
+
+    def find(self, prefix: bytes) -> T | None:
+        """What is known of a prefix by its digest."""
+        return self._records.get(prefix)
 
     def put(self, node: Node, record: T) -> None:
         """Remember it; counts as the newest record."""
-        prefix = prefix_of(node)
-        self._records[prefix] = record
+        self.keep(prefix_of(node), record)
+
+    def keep(self, prefix: bytes, record: T) -> None:
+        """`put` for a prefix by its digest."""
+        put(self._records, prefix, record)
         self._records.move_to_end(prefix)
         if len(self._records) > self._records_max:
             self._records.popitem(last=False)

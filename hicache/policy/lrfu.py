@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import log2
 from typing import Final
 
+from hicache.collector import untrack
 from hicache.errors import BadRequest
 from hicache.node import Node
 from hicache.policy.base import Use
@@ -54,7 +55,9 @@ class LrfuPolicy:
         # Tail before head, so that of nodes with equal sums the tail leaves first.
         for node in reversed(use.path):
             total, at = self._sums.get(node) or (0.0, self._uses)
-            self._sums.put(node, (1.0 + total * 2.0 ** (-self._decay * (self._uses - at)), self._uses))
+            known = 1.0 + total * 2.0 ** (-self._decay * (self._uses - at)), self._uses
+            untrack(known)
+            self._sums.put(node, known)
             if node in self._listed:
                 self._listed.place(node, self._key(node))
         self._uses += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from hicache.collector import put, untrack
 from hicache.errors import BadRequest
 from hicache.node import Box, Node
 from hicache.policy.base import Use
@@ -62,6 +63,8 @@ class S3FifoPolicy:
         self._small: OrderedDict[Box, None] = OrderedDict()
         self._main: OrderedDict[Box, None] = OrderedDict()
         self._chosen: OrderedDict[Box, None] = OrderedDict()
+        for large in (self._entries, self._small, self._main, self._chosen):
+            untrack(large)
         self._num_listed = 0
         self._ghosts: History[bool] = History(capacity_pages)
 
@@ -70,7 +73,7 @@ class S3FifoPolicy:
 
     def entered(self, node: Node) -> None:
         in_main = bool(self._ghosts.get(node))
-        entry = self._entries[node.box] = _Entry(in_main)
+        entry = self._new(node, _Entry(in_main))
         self._enqueue(node, entry)
         if in_main:
             self._ghosts.put(node, False)
@@ -107,8 +110,8 @@ class S3FifoPolicy:
             return  # in other tiers only
         if entry.place is _Place.SMALL:
             self._small_pages -= upper.num_pages  # counted again with what they stand in now
-        other = self._entries[upper.box] = _Entry(entry.in_main, frequency=entry.frequency, fresh=entry.fresh)
-        self._enqueue(upper, other)
+        other = _Entry(entry.in_main, frequency=entry.frequency, fresh=entry.fresh)
+        self._enqueue(upper, self._new(upper, other))
 
     def joined(self, upper: Node, lower: Node) -> None:
         above = self._entries.pop(upper.box, None)
@@ -169,6 +172,11 @@ class S3FifoPolicy:
                 self._enqueue(node, entry)
             else:
                 self._dequeue(node, entry)
+
+    def _new(self, node: Node, entry: _Entry) -> _Entry:
+        untrack(entry)
+        put(self._entries, node.box, entry)
+        return entry
 
     def _enqueue(self, node: Node, entry: _Entry) -> None:
         """Put a node at the end of its queue, wherever it stood before."""

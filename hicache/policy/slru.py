@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
+from hicache.collector import untrack
 from hicache.errors import BadRequest
 from hicache.node import Box, Node
 from hicache.policy.base import Use
@@ -30,6 +31,8 @@ class SlruPolicy:
         self._protected: OrderedDict[Box, None] = OrderedDict()  # used longest ago first
         self._protected_pages = 0
         self._stamps: dict[Box, int] = {}  # of every node of the tier: its last use, 0 for none since it entered
+        untrack(self._protected)
+        untrack(self._stamps)
         self._clock = 0
         self._probation, self._guarded = Ordered(), Ordered()
 
