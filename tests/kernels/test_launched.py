@@ -22,7 +22,7 @@ def launch(file: Path, environment: dict[str, str]) -> None:
 
 
 def test_there_is_a_file_for_every_kernel() -> None:
-    kernels = {"attend", "cascade", "decode", "extend", "gather", "merge", "mla"}
+    kernels = {"attend", "cascade", "decode", "extend", "gather", "merge", "mla", "quant", "rope", "score"}
     assert {file.stem for file in FILES} >= {f"test_{kernel}" for kernel in kernels}
 
 
