@@ -1,55 +1,71 @@
-"""Our own order: how many seconds a page saves for each second that it stays.
+"""Our own order: how many reads a page is likely to bring for each use that it stays.
 
 Every page of a tier costs the same bytes and saves about the same time when it is read, so what differs is how soon it
-is read again. A node's value is its reuse rate, a product of two parts:
+is read again. That is counted online by class and age, and a page is worth its index there (`hicache.policy.reuse`).
+The class of a page is told by its last use:
 
-1. Its own past: the sum of its uses, each halved `decay` times a use (LRFU's sum). `decay` is fitted to the median
-   number of uses between two reads of one page, and kept as a power of two.
-2. Its class: how often pages of prompts like the last one that used it were read again, over what their sums alone
-   promised. Counted online over a window that also follows the median.
+    lineage  how many prompts that prompt went on from, at most `TURNS_MAX`, and whether from the end of one
+    size     its length if it went on from none, else how much it added
+    tail     whether the node was its end
+    past     how long before the last use the one before was, and how often the node was used: the sum of its uses, each
+             halved `DECAY` times a use (LRFU's sum). Classes of one past are kin.
+    hint     what a caller said of it: that it returns, when, or that it does not. Part of the past too, so a hint is
+             believed as far as hints like it came true.
 
-Classes say how many prompts the last one went on from and whether from the end of one, how long it was or how much it
-added, whether it knew the node, and whether the node was its end. There are `CLASSES_MAX`; each keeps its nodes in the
-order of part 1, which no passage of time changes, so a class whose rate changes moves as a whole, and the next victim
-is the least of their heads.
+The nodes that one use put into one class are a batch. They age together, so what moves as time passes is a batch a half
+octave, not a node; batches of one class and span of age share a cell, and the next victim is in the cell that is worth
+least.
 """
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from heapq import merge
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import log2
-from typing import Final
+from typing import Final, NamedTuple
 
-from hicache.node import Node
-from hicache.policy.base import Use
+from hicache.collector import untrack
+from hicache.node import Box, Node
+from hicache.policy.base import Hint, Use
 from hicache.policy.history import RECORDS_MAX, History
-from hicache.policy.ordered import Ordered
+from hicache.policy.lineage import Mark, ends_at, lineage_of
+from hicache.policy.reuse import AGES, SPANS, Reuse
 
-DECAY_SCALE: Final = 0.95
-DECAY_POWER: Final = -1.16
-"""A sum's halvings a use are `DECAY_SCALE * median ** DECAY_POWER`: 0.36 over a median of 400 uses between two reads,
-0.71 over one of 6. What comes back at once is told by recency, what comes back late by how often it came."""
-WINDOW_OF_MEDIAN: Final = 1.75
-"""Uses over which a class is counted, in medians."""
-PRIOR_PAGES: Final = 400.0
-"""Expected reads of a class before its own count weighs as much as the assumption that it is like all others."""
-REFRESH_USES: Final = 32
-"""Uses between two looks at the rates."""
-TURNS: Final = 3
-"""Most prompts, one gone on from the other, that are told apart."""
-COMMON_PAGES: Final = 1
-"""So many known pages say nothing: everybody begins with them."""
+DECAY: Final = 1 / 2048
+"""Halvings a use of what a use counts for."""
+REFRESH_USES: Final = 16
+"""Uses between two looks at what was counted."""
 LENGTHS: Final = (2, 4, 16, 48)
 """Pages of a prompt that goes on from none: the largest of each class but the last."""
 ADDED: Final = (1, 2, 5)
 """New pages of a prompt that goes on from another: the largest of each class but the last."""
-SIZES: Final = max(len(LENGTHS), len(ADDED)) + 1
-CLASSES_MAX: Final = (1 + 2 * TURNS) * SIZES * 2 * 2
-FIRST_MEDIAN: Final = 400.0
-"""Median uses between two reads as long as few were seen, and how many pages read that counts for."""
-FIRST_MEDIAN_PAGES: Final = 2000.0
+GAPS: Final = (3, 15, 63, 255, 1023)
+"""Uses between the last use and the one before: the largest of each class but the last."""
+SUMS_MAX: Final = 11
+"""Classes of sums, two an octave from 1 on, but for the last."""
+CLASSES_MAX: Final = 2048
+"""Classes that are told apart. What comes later is counted by its kin alone."""
+RETURNS, STAYS_AWAY, RETURNS_SOON = 1, 2, 3
+"""Hints: it returns; it does not; and the first of those that say when, by `WAITS`."""
+WAITS: Final = (16, 64, 256, 1024)
+"""Uses until an expected return: the largest of each class but the last."""
+HINT_SCALE: Final = 4.0
+"""How much more often pages that return are expected to be read than those of which nothing is known, at first."""
+PACE_USES: Final = 64
+"""Uses over which the time between two is averaged."""
+
+
+class _Class(NamedTuple):
+    """What nodes of one class have in common."""
+
+    prompt: int
+    """Lineage, size and tail; -1 for all of them."""
+    gap: int
+    """Class of the uses between the last two; 0 for a node that was used once."""
+    total: int
+    """Class of the sum."""
+    hint: int = 0
 
 
 @dataclass(slots=True)
@@ -57,49 +73,24 @@ class _Batch:
     """The pages that one use put into one class."""
 
     at: int
-    group: int
-    weight: float = 0.0
-    """Sum of pages times sums of those not read again yet."""
+    """The use."""
+    index: int
+    """The class."""
+    span: int = 0
+    num_pages: int = 0
+    """Those that were not read again."""
+    listed: dict[Box, None] = field(default_factory=dict)
+    """Nodes of it that may leave."""
 
 
 @dataclass(slots=True)
-class _Record:
+class _Record(Mark):
     """What is known of a prefix."""
 
     total: float
     """Sum of its uses as of use `at`."""
     at: int
-    group: int
     batch: _Batch
-    turn: int
-    """How many prompts the last one that used it went on from, one after the other, at most `TURNS`."""
-    ended: bool
-    """Whether a prompt ended here."""
-
-
-GAPS: Final = 64
-
-
-def _gap_index(gap: int) -> int:
-    """Which half octave a number of uses is in."""
-    return min(GAPS - 1, int(2 * log2(gap))) if gap > 1 else 0
-
-
-class _Group:
-    """One class: its nodes that may leave, and what was counted of it."""
-
-    def __init__(self) -> None:
-        self.listed = Ordered()
-        self.read = 0.0  # pages, within the window
-        self.outstanding = 0.0  # weight of what may still be read within the window
-        self.exposed = 0.0  # the sum of that over uses, up to use `since`
-        self.since = 0
-        self.log_rate = 0.0  # of reads over what the sums alone promise, base 2
-
-    def advance(self, use: int) -> None:
-        """Bring `exposed` up to a use."""
-        self.exposed += self.outstanding * (use - self.since)
-        self.since = use
 
 
 class ValuePolicy:
@@ -111,151 +102,219 @@ class ValuePolicy:
 
     def __init__(self, *, records_max: int = RECORDS_MAX) -> None:
         self._records: History[_Record] = History(records_max)
-        self._groups = [_Group() for _ in range(CLASSES_MAX)]
-        self._batches: deque[_Batch] = deque()
         self._uses = 0
-        self._gaps = [0.0] * GAPS  # pages read again, by half octaves of the uses between
-        self._gaps[_gap_index(int(FIRST_MEDIAN))] = FIRST_MEDIAN_PAGES
-        self._read = 1.0
-        self._decay, self._decay_exponent = 1.0, 0
-        self._window = 0
-        self._fit(FIRST_MEDIAN)
+        self._reuse = Reuse()
+        self._classes: dict[_Class, int] = {}
+        self._class_of: list[_Class] = []
+        self._kins: dict[tuple[int, int, int], int] = {}
+        self._worth: list[list[float]] = []  # by class and span
+        self._aging: list[deque[_Batch]] = [deque() for _ in range(SPANS - 1)]  # by span, first to leave it first
+        self._listed: dict[Box, _Batch] = {}
+        untrack(self._listed)
+        self._cells: dict[tuple[int, int], dict[int, _Batch]] = {}  # by class and span: those with listed nodes, by id
+        self._order: list[tuple[float, int, int]] = []  # a heap of cells by worth; some are empty by now
+        self._stray: _Batch | None = None
+        self._last_use = 0.0
+        self._pace = 0.0  # seconds a use
+        self._stray_class = self._class(_Class(-1, 0, 0))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def add(self, node: Node, now: float) -> None:
         record = self._records.get(node)
-        if record is None:
-            # Its use has not been told yet, or it is long forgotten.
-            self._groups[0].listed.place(node, self._decay * self._uses)
-        else:
-            self._groups[record.group].listed.place(node, self._key(record))
+        self._list(node, self._stray_batch() if record is None else record.batch)
 
     def discard(self, node: Node) -> None:
-        record = self._records.get(node)
-        if record is None or not self._groups[record.group].listed.remove(node):
-            for group in self._groups:
-                if group.listed.remove(node):
-                    return
+        batch = self._listed.pop(node.box)
+        del batch.listed[node.box]
+        if not batch.listed:
+            self._drop(batch)
 
     def touch(self, node: Node, now: float) -> None:
         pass  # `used` tells it
 
     def split(self, upper: Node, lower: Node) -> None:
-        record = self._records.get(lower)
-        if record is not None:
-            # Of what is outstanding, the lower half answers for both.
-            nothing = _Batch(record.at, record.group)
-            self._records.put(upper, _Record(record.total, record.at, record.group, nothing, record.turn, ended=False))
+        known = self._records.get(lower)
+        if known is not None:
+            self._records.put(upper, _Record(known.turn, False, known.total, known.at, known.batch))
+
+    def joined(self, upper: Node, lower: Node) -> None:
+        above, below = self._records.get(upper), self._records.get(lower)
+        if above is None:
+            return
+        if below is None:
+            self._records.put(lower, above)
+            return
+        # What went through the lower one went through the upper one too: the better past is that of both.
+        if self._key(above) > self._key(below):
+            _move(below.batch, above.batch, lower.num_pages)
+            below.total, below.at, below.batch = above.total, above.at, above.batch
+        else:
+            _move(above.batch, below.batch, upper.num_pages)
 
     def used(self, use: Use) -> None:
         now, path = self._uses, use.path
         if now % REFRESH_USES == 0:
             self._refresh()
         records = [self._records.get(node) for node in path]
-        num_pages = sum([node.num_pages for node in path])
-        num_known, turn, from_end = 0, 0, False
-        for node, record in zip(path, records, strict=True):
-            if record is None:
-                break
-            num_known += node.num_pages
-            turn, from_end = min(record.turn + 1, TURNS), record.ended
-        if num_known > COMMON_PAGES:
-            kind, size = 2 * turn - from_end, bisect_left(ADDED, num_pages - num_known)
+        lineage = lineage_of(path, records)
+        if lineage.goes_on:
+            kind, size = 2 * lineage.turn - lineage.from_end, bisect_left(ADDED, lineage.num_added)
         else:
-            kind = turn = 0
-            size = bisect_left(LENGTHS, num_pages)
+            kind, size = 0, bisect_left(LENGTHS, lineage.num_pages)
+        prompt = 2 * (kind * (len(LENGTHS) + 1) + size)
         batches: dict[int, _Batch] = {}
-        # Tail before head, so that of nodes with equal sums the tail leaves first.
+        # Tail before head, so that of nodes with equal worth the tail leaves first.
         for place in range(len(path) - 1, -1, -1):
             node, known = path[place], records[place]
-            is_tail = place == len(path) - 1
-            index = 4 * (kind * SIZES + size) + 2 * is_tail + (known is not None)
+            is_tail, ended, total, gap = place == len(path) - 1, ends_at(path, place), 1.0, 0
+            if known is not None:
+                ended = ended or known.ended
+                total += known.total * 2.0 ** (-DECAY * (now - known.at))
+                gap = 1 + bisect_left(GAPS, now - known.at)
+                self._count(known, node.num_pages)
+            index = self._class(_Class(prompt + is_tail, gap, min(int(2 * log2(total)), SUMS_MAX)))
             batch = batches.get(index)
             if batch is None:
-                batch = batches[index] = _Batch(now, index)
-            total, ended, listed = 1.0, False, self._groups[0].listed
-            if known is not None:
-                total += known.total * 2.0 ** (-self._decay * (now - known.at))
-                ended, listed = known.ended, self._groups[known.group].listed
-                self._count(known, node.num_pages)
-            # The last page of a prompt may hold its remainder, which no later prompt goes on from.
-            ended = ended or is_tail or (place == len(path) - 2 and path[-1].num_pages == 1)
-            record = _Record(total, now, index, batch, turn, ended)
-            self._records.put(node, record)
-            if listed.remove(node):
-                self._groups[index].listed.place(node, self._key(record))
-            batch.weight += total * node.num_pages
-        for batch in batches.values():
-            group = self._groups[batch.group]
-            group.advance(now)
-            group.outstanding += batch.weight
-            self._batches.append(batch)
+                batch = batches[index] = self._new_batch(now, index)
+            batch.num_pages += node.num_pages
+            self._records.put(node, _Record(lineage.turn, ended, total, now, batch))
+            if node.box in self._listed:
+                self.discard(node)
+                self._list(node, batch)
         self._uses += 1
+        self._age()
+        if now:
+            self._pace += (use.now - self._last_use - self._pace) / min(now, PACE_USES)
+        self._last_use = use.now
+
+    def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
+        code = self._hint_code(hint, now)
+        batches: dict[int, _Batch] = {}
+        for node in reversed(path):
+            record = self._records.get(node)
+            if record is None:
+                continue
+            index = self._class(self._class_of[record.batch.index]._replace(hint=code))
+            batch = batches.get(index)
+            if batch is None:
+                batch = batches[index] = self._new_batch(max(0, self._uses - 1), index)
+            _move(record.batch, batch, node.num_pages)
+            record.batch = batch
+            if node.box in self._listed:
+                self.discard(node)
+                self._list(node, batch)
 
     def victims(self) -> Iterator[Node]:
-        groups = [group for group in self._groups if len(group.listed)]
-        if not groups:
-            return
-        least = min(groups, key=lambda group: group.listed.first_key() + group.log_rate)
-        first = next(iter(least.listed))
-        yield first
-        entries = [((key + group.log_rate, node) for key, node in group.listed.entries()) for group in groups]
-        for _, node in merge(*entries, key=lambda entry: entry[0]):
-            if node is not first:
-                yield node
+        order = self._order
+        while order and not self._cells.get(order[0][1:]):
+            heappop(order)
+        left, given = order.copy(), set[tuple[int, int]]()
+        while left:
+            _, index, span = heappop(left)
+            cell = self._cells.get((index, span))
+            if cell and (index, span) not in given:
+                given.add((index, span))
+                for batch in cell.values():
+                    for box in batch.listed:
+                        yield box[0]
 
-    # -- learning -----------------------------------------------------------------------------------------------------
+    # -- classes ------------------------------------------------------------------------------------------------------
 
-    def _key(self, record: _Record) -> float:
-        return log2(record.total) + self._decay * record.at
+    def _class(self, wanted: _Class) -> int:
+        index = self._classes.get(wanted)
+        if index is not None:
+            return index
+        if len(self._classes) >= CLASSES_MAX and wanted.prompt >= 0:
+            return self._class(wanted._replace(prompt=-1))
+        past = wanted[1:]
+        kin = self._kins.get(past)
+        if kin is None:
+            hint_scale = {0: 1.0, STAYS_AWAY: 1 / HINT_SCALE}.get(wanted.hint, HINT_SCALE)
+            kin = self._kins[past] = self._reuse.new_kin(hint_scale * 2.0 ** (wanted.total / 2))
+        index = self._classes[wanted] = self._reuse.new_class(kin)
+        self._class_of.append(wanted)
+        self._refresh()
+        return index
+
+    def _hint_code(self, hint: Hint, now: float) -> int:
+        if hint.returns is False:
+            return STAYS_AWAY
+        if hint.expected_return is not None and self._pace > 0:
+            return RETURNS_SOON + bisect_left(WAITS, (hint.expected_return - now) / self._pace)
+        return 0 if hint.returns is None and hint.expected_return is None else RETURNS
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def _new_batch(self, at: int, index: int) -> _Batch:
+        """An empty batch of the last use, or of one that is under way."""
+        batch = _Batch(at, index)
+        self._aging[0].append(batch)
+        return batch
+
+    def _stray_batch(self) -> _Batch:
+        """For nodes whose use has not been told yet, or is long forgotten: as if they had been used now."""
+        if self._stray is None or self._stray.at != self._uses:
+            self._stray = self._new_batch(self._uses, self._stray_class)
+        return self._stray
+
+    def _age(self) -> None:
+        """Move the batches on that have come to the end of their span."""
+        for span, batches in enumerate(self._aging):
+            while batches and batches[0].at + AGES[span + 1] <= self._uses:
+                batch = batches.popleft()
+                if not batch.num_pages and not batch.listed:
+                    continue  # nothing is left of it
+                self._reuse.waited(batch.index, span, batch.num_pages)
+                if batch.listed:
+                    self._drop(batch)
+                batch.span += 1
+                if batch.listed:
+                    self._show(batch)
+                if batch.span < SPANS - 1:
+                    self._aging[batch.span].append(batch)
 
     def _count(self, record: _Record, num_pages: int) -> None:
-        """A page was read again."""
-        gap = self._uses - record.at
-        self._gaps[_gap_index(gap)] += num_pages
+        """Pages were read again, in the use that is under way."""
         batch = record.batch
-        if not batch.weight:
-            return  # out of the window
-        group = self._groups[batch.group]
-        group.advance(self._uses)
-        weight = min(batch.weight, record.total * num_pages)
-        batch.weight -= weight
-        group.outstanding -= weight
-        group.read += num_pages
-        self._read += num_pages
+        num_pages = min(num_pages, batch.num_pages)
+        batch.num_pages -= num_pages
+        self._reuse.read(batch.index, batch.span, max(1, self._uses - batch.at), num_pages)
+
+    def _key(self, record: _Record) -> float:
+        """What orders sums whenever they were taken."""
+        return log2(record.total) + DECAY * record.at
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+
+    def _list(self, node: Node, batch: _Batch) -> None:
+        self._listed[node.box] = batch
+        batch.listed[node.box] = None
+        if len(batch.listed) == 1:
+            self._show(batch)
+
+    def _show(self, batch: _Batch) -> None:
+        """Put a batch with listed nodes into its cell."""
+        place = batch.index, batch.span
+        cell = self._cells.setdefault(place, {})
+        if not cell:
+            heappush(self._order, (self._worth[batch.index][batch.span], *place))
+        cell[id(batch)] = batch
+
+    def _drop(self, batch: _Batch) -> None:
+        """Take a batch out of its cell."""
+        del self._cells[batch.index, batch.span][id(batch)]
 
     def _refresh(self) -> None:
-        """Bring the rates, the decay and the window up to date."""
-        now, batches = self._uses, self._batches
-        while batches and batches[0].at < now - self._window:
-            batch = batches.popleft()
-            group = self._groups[batch.group]
-            group.advance(now)
-            # It was counted a little too long, until this refresh.
-            group.exposed -= batch.weight * (now - self._window - batch.at)
-            group.outstanding -= batch.weight
-            batch.weight = 0.0
-        for group in self._groups:
-            group.advance(now)
-        common = (self._read + 1.0) / (sum([group.exposed for group in self._groups]) + 1.0)
-        for group in self._groups:
-            group.log_rate = log2((group.read + PRIOR_PAGES) / (group.exposed * common + PRIOR_PAGES))
-        half, below = sum(self._gaps) / 2, 0.0
-        for index, pages in enumerate(self._gaps):
-            below += pages
-            if below >= half:
-                self._fit(2.0 ** ((index + 0.5) / 2))
-                break
+        """Bring the worth of all cells up to date."""
+        self._worth = self._reuse.indices()
+        self._cells = {place: cell for place, cell in self._cells.items() if cell}
+        self._order = [(self._worth[index][span], index, span) for index, span in self._cells]
+        heapify(self._order)
 
-    def _fit(self, median: float) -> None:
-        """Follow the median number of uses between two reads."""
-        self._window = max(REFRESH_USES, int(WINDOW_OF_MEDIAN * median))
-        exponent = round(log2(DECAY_SCALE * median**DECAY_POWER))
-        if exponent == self._decay_exponent:
-            return
-        self._decay_exponent, self._decay = exponent, 2.0**exponent
-        for group in self._groups:
-            for node in list(group.listed):
-                record = self._records.get(node)
-                group.listed.place(node, self._key(record) if record is not None else self._decay * self._uses)
+
+def _move(source: _Batch, target: _Batch, num_pages: int) -> None:
+    """Let another batch answer for pages that were not read again."""
+    num_pages = min(num_pages, source.num_pages)
+    source.num_pages -= num_pages
+    target.num_pages += num_pages
