@@ -1,11 +1,12 @@
 """What is remembered of prefixes, also after their pages have left.
 
 A policy that has seen a prefix before knows more about it than its age. Records are found by the digest of the chain
-from the root to a node's end (`prefix_of`), so a node that comes back meets its own past. The memory is bounded: the
-records that were used longest ago are forgotten.
+from the root to a node's end (`prefix_of`), so a node that comes back meets its own past; or, as part of a longer run,
+that of its beginning (`History.within`). The memory is bounded: the records that were used longest ago are forgotten.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final, Generic, TypeVar
 
 from hicache.collector import put, untrack
@@ -37,6 +38,17 @@ def prefix_of(node: Node) -> bytes:
     return chain
 
 
+def _prefixes_in(node: Node) -> Iterator[bytes]:
+    """Digests of the prefixes that end with each page of a live node, in order."""
+    above = node._parent
+    assert above is not None, "a node that left the tree has no prefix"
+    chain, page_bytes = prefix_of(above), len(node._key)
+    data = node._key + node._buffer[node._start : node._start + (node._num_pages - 1) * page_bytes]
+    for at in range(0, len(data), page_bytes):
+        chain = chain_digest(chain, data[at : at + page_bytes])
+        yield chain
+
+
 class History(Generic[T]):
     """Records by prefix, at most `records_max` of them."""
 
@@ -55,6 +67,12 @@ class History(Generic[T]):
     def find(self, prefix: bytes) -> T | None:
         """What is known of a prefix by its digest."""
         return self._records.get(prefix)
+
+    def within(self, node: Node) -> T | None:
+        """What is known of the longest prefix that ends in a node, at its end or before. What left the tree and comes
+        back with more behind it is one run with that. Hashes the node page by page, so it is for new ones."""
+        known = [record for prefix in _prefixes_in(node) if (record := self._records.get(prefix)) is not None]
+        return known[-1] if known else None
 
     def put(self, node: Node, record: T) -> None:
         """Remember it; counts as the newest record."""

@@ -72,7 +72,7 @@ class S3FifoPolicy:
         self._small_max = max(1, int(capacity_pages * self._small_share))
 
     def entered(self, node: Node) -> None:
-        in_main = bool(self._ghosts.get(node))
+        in_main = bool(self._ghosts.within(node))
         entry = self._new(node, _Entry(in_main))
         self._enqueue(node, entry)
         if in_main:

@@ -6,14 +6,19 @@ from collections.abc import Callable
 import pytest
 
 from hicache.errors import BadRequest
-from hicache.policy.base import EvictionPolicy
+from hicache.node import Node
+from hicache.policies import policies_named
+from hicache.policy.base import EvictionPolicy, Use
 from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.policy.s3fifo import S3FifoPolicy
 from hicache.policy.slru import SlruPolicy
 from hicache.policy.value import ValuePolicy
+from hicache.tier import HOST
 from hicache.tools.replay.blocks import BlockCache
 from hicache.tools.replay.bound import min_hits
+from hicache.tree import HiRadixTree
+from tests.hicache.trees import make_namespace, sequence
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda capacity: LruPolicy(),
@@ -140,3 +145,28 @@ def test_value_learns_which_prompts_come_back() -> None:
 def test_arguments_that_cannot_be_are_named(make: Callable[[], EvictionPolicy], field: str) -> None:
     with pytest.raises(BadRequest, match=field):
         make()
+
+
+@pytest.mark.parametrize(("name", "num_uses"), [("s3-fifo", 1), ("lrfu", 4)])
+def test_what_left_is_known_when_it_comes_back_within_a_longer_run(name: str, num_uses: int) -> None:
+    """A prompt that was used, evicted and asked again with more behind it, beside one that is new."""
+    policy = policies_named(name, {HOST: 16})[HOST]
+    tree, namespace = HiRadixTree(page_size=4, tiers=(HOST,), policies={HOST: policy}), make_namespace(4)
+
+    def store(number: int, num_pages: int, first_slot: int, now: float) -> Node:
+        slots = range(first_slot, first_slot + num_pages)
+        tokens = sequence(number, 4 * num_pages)
+        node = tree.insert(namespace, tokens, tier=HOST, slots=list(slots), now=now).node
+        policy.used(Use(tree.path(node), now))
+        return node
+
+    known = store(1, 2, 0, 0.0)
+    for use in range(num_uses - 1):
+        policy.used(Use(tree.path(known), 1.0 + use))
+    tree.victims(HOST, 2, 5.0)
+    tree.evict(known, HOST)
+    assert tree.num_nodes == 0
+    back = store(1, 6, 0, 6.0)
+    new = store(2, 6, 6, 7.0)
+    assert tree.victims(HOST, 12, 8.0) == [new, back], "it is as if it had never been there"
+    tree.check_integrity()
