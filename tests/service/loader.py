@@ -10,7 +10,7 @@ import sys
 
 from hicache.errors import HicacheError
 from hicache.service.client import Client, Durability, Prompt, connect
-from tests.service.serving import NAMESPACE, PAGE, page_bytes
+from tests.service.stored import NAMESPACE, PAGE, page_bytes
 
 
 def main(directory: str, seed: int) -> int:

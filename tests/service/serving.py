@@ -1,8 +1,6 @@
-"""Servers for tests: one in a thread of this process, and one in a process of its own; and pages whose bytes tell whose
-they are."""
+"""Servers for tests: one in a thread of this process, and one in a process of its own."""
 
 import asyncio
-import hashlib
 import os
 import signal
 import subprocess
@@ -15,17 +13,11 @@ from typing import Any, Final, TypeVar
 
 import grpc.aio
 
-from hicache.layout import KVDtype, KVLayout
-from hicache.namespace import Namespace
-from hicache.service.client import Client, Prompt
 from hicache.service.config import ServeConfig
 from hicache.service.server.process import Server, serving
 from tests.repository import ROOT
+from tests.service.stored import LAYOUT, PAGE
 
-LAYOUT: Final = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=16, dtype=KVDtype.FLOAT32, page_size=16)
-"""Pages of 4,096 bytes: one slot each."""
-NAMESPACE: Final = Namespace(model="sha256:ab", layout=LAYOUT)
-PAGE: Final = LAYOUT.page_size
 WAIT_S: Final = 30.0
 """How long anything may take that is not what a test is about."""
 
@@ -175,27 +167,3 @@ def arguments(*, host_pages: int = 64, **more: object) -> list[str]:
         **{key.replace("__", "."): value for key, value in more.items()},
     }
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-
-
-def page_bytes(tokens: Sequence[int], page: int, tenant: str = "") -> bytes:
-    """What the page of a prompt holds in tests: bytes that depend on the tenant and on every token up to its end."""
-    seed = repr((tenant, list(tokens[: (page + 1) * PAGE]))).encode()
-    return hashlib.shake_128(seed).digest(LAYOUT.page_bytes)
-
-
-def store(client: Client, tokens: Sequence[int], *, tenant: str = "", prompt: Prompt | None = None, **how: Any) -> int:
-    """Write the pages of a prompt that are not cached; how many tokens can be found with them."""
-    with client.reserve(prompt or Prompt(NAMESPACE, tokens)) as reservation:
-        for index, view in enumerate(reservation):
-            view[:] = page_bytes(tokens, reservation.first_page + index, tenant)
-        return reservation.commit(**how).num_tokens
-
-
-def check(client: Client, tokens: Sequence[int], *, tenant: str = "") -> int:
-    """Read what is cached of a prompt and compare every byte; how many tokens that were."""
-    with client.acquire(Prompt(NAMESPACE, tokens)) as lease:
-        for index in range(len(lease)):
-            expected = page_bytes(tokens, lease.first_page + index, tenant)
-            assert lease.read(index) == expected, f"page {index} holds other bytes"
-            assert lease[index] == expected
-        return lease.num_tokens

@@ -14,7 +14,8 @@ from hicache.quotas import TenantQuota
 from hicache.service.config import KEYS, REQUIRED, ServeConfig
 from hicache.service.server.cache import options_of
 from tests.repository import ROOT
-from tests.service.serving import PAGE, WAIT_S, ServerProcess, arguments, settings
+from tests.service.serving import WAIT_S, ServerProcess, arguments, settings
+from tests.service.stored import PAGE
 
 
 def test_the_least_that_is_asked_for_is_enough(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """F40, I41: while the first one waits for a session that holds something."""
     from hicache.service.client import Prompt, connect
-    from tests.service.serving import NAMESPACE
+    from tests.service.stored import NAMESPACE
 
     server = ServerProcess(tmp_path, arguments(times__drain_s=60.0))
     with connect(server.directory) as client:

@@ -15,19 +15,8 @@ from hicache.errors import DeadlineExceeded
 from hicache.service.client import Durability, Outcome, Prompt, connect
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME
-from tests.service.serving import (
-    LAYOUT,
-    NAMESPACE,
-    PAGE,
-    WAIT_S,
-    ServerProcess,
-    ThreadServer,
-    arguments,
-    check,
-    page_bytes,
-    store,
-    thread_server,
-)
+from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
 DEADLINE_S: Final = 1.0
 LATE_S: Final = 0.3

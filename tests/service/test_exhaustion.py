@@ -10,16 +10,8 @@ import pytest
 from hicache.errors import HicacheError
 from hicache.service.client import Client, Durability, Prompt, connect, connect_async
 from hicache.service.errors import LimitReached
-from tests.service.serving import (
-    LAYOUT,
-    NAMESPACE,
-    PAGE,
-    ServerProcess,
-    arguments,
-    check,
-    store,
-    thread_server,
-)
+from tests.service.serving import ServerProcess, arguments, thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
 from tests.service.test_deadlines import hung_disk, leave_the_host
 
 

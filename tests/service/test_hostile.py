@@ -18,7 +18,8 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.process import Server
 from hicache.service.server.sessions import MAX_ABANDONED
 from hicache.tier import HOST
-from tests.service.serving import LAYOUT, NAMESPACE, PAGE, WAIT_S, ThreadServer, check, store, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
 
 TOKENS: Final = range(3 * PAGE)
 """What a well-behaved client has stored."""

@@ -18,7 +18,8 @@ from hicache.service import wire
 from hicache.service.client import connect
 from hicache.service.proto import hicache_pb2 as pb
 from tests.repository import ROOT
-from tests.service.serving import LAYOUT, PAGE, WAIT_S, ServerProcess, arguments, check, store
+from tests.service.serving import WAIT_S, ServerProcess, arguments
+from tests.service.stored import LAYOUT, PAGE, check, store
 
 KILLS: Final = 5
 """Kills in a round; a process is stopped about half as often."""

@@ -9,7 +9,8 @@ from hicache.namespace import Namespace
 from hicache.service.client import Prompt, connect
 from hicache.service.errors import LimitReached
 from hicache.tier import HOST
-from tests.service.serving import LAYOUT, NAMESPACE, PAGE, page_bytes, store, thread_server
+from tests.service.serving import thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, page_bytes, store
 
 TWO = Namespace(model="sha256:ab", layout=LAYOUT, num_ranks=2)
 TOKENS = range(4 * PAGE)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.repository import ROOT
-from tests.service.serving import LAYOUT, WAIT_S, ServerProcess, arguments
+from tests.service.serving import WAIT_S, ServerProcess, arguments
+from tests.service.stored import LAYOUT
 
 README: Final = (ROOT / "service" / "README.md").read_text()
 

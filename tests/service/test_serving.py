@@ -23,7 +23,8 @@ from hicache.service.errors import Draining, Forbidden, LayoutMismatch, LimitRea
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
 from tests.repository import ROOT
-from tests.service.serving import LAYOUT, NAMESPACE, PAGE, ThreadServer, check, page_bytes, store, thread_server
+from tests.service.serving import ThreadServer, thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Sessions whose processes die, fall silent or never come; and servers that are killed and started again."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -12,28 +13,18 @@ import pytest
 
 from hicache.errors import LeaseExpired
 from hicache.service import wire
-from hicache.service.client import Client, Durability, Outcome, Prompt, connect
+from hicache.service.client import Client, Durability, Outcome, Prompt, connect, connect_async
 from hicache.service.client.transport import GrpcTransport, say_hello
 from hicache.service.errors import Unreachable, VersionMismatch
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
 from tests.repository import ROOT
-from tests.service.serving import (
-    NAMESPACE,
-    PAGE,
-    WAIT_S,
-    ServerProcess,
-    ThreadServer,
-    arguments,
-    check,
-    page_bytes,
-    store,
-    thread_server,
-)
+from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
+from tests.service.stored import NAMESPACE, PAGE, check, page_bytes, store
 
 HOLDER = """
 import sys
-from tests.service.serving import NAMESPACE, PAGE, store
+from tests.service.stored import NAMESPACE, PAGE, store
 from hicache.service.client import Prompt, connect
 client = connect(sys.argv[1], name="holder")
 store(client, range(3 * PAGE))
@@ -123,7 +114,7 @@ def test_a_second_stream_of_a_session_is_refused_and_the_first_lives(tmp_path: P
 
 
 def test_odd_hellos_are_hung_up_on(tmp_path: Path) -> None:
-    """F33, I32: random bytes, half a message, a length of four gigabytes, another version. The next one is let in."""
+    """F33, I32, I36: random bytes, half a message, a length of four gigabytes, another version. Others are let in."""
     with thread_server(tmp_path) as server:
         for data in (b"\xff" * 64, b"\xff\xff\xff\xff", b"\x05\x00\x00\x00ab", b"", b"\x02\x00\x00\x00\xff\xff"):
             with socket.socket(socket.AF_UNIX) as connection:
@@ -139,7 +130,8 @@ def test_odd_hellos_are_hung_up_on(tmp_path: Path) -> None:
             say_hello(server.directory, pb.Hello(protocol=2), WAIT_S)
         with connect(server.directory) as client:
             assert store(client, range(PAGE)) == PAGE
-        assert server.call(lambda inside: len(inside.sessions.ended)) == 1
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+        assert server.call(lambda inside: inside.sessions.num_begun) == 1
 
 
 def _client(server: ServerProcess) -> Client:
@@ -211,3 +203,89 @@ def test_a_second_server_on_the_same_directory_refuses_to_start(tmp_path: Path) 
             assert store(client, range(PAGE)) == PAGE
     finally:
         assert server.stop(signal.SIGINT) == 0
+
+
+READER = """
+import sys
+from tests.service.stored import NAMESPACE, PAGE, page_bytes
+from hicache.errors import LeaseExpired
+from hicache.service.client import Prompt, connect
+client = connect(sys.argv[1], name="slow reader")
+lease = client.acquire(Prompt(NAMESPACE, range(4 * PAGE)))
+print(len(lease), flush=True)
+sys.stdin.readline()
+try:
+    copy = lease.read()
+    print("right" if copy == b"".join(page_bytes(range(4 * PAGE), index) for index in range(4)) else "WRONG")
+except LeaseExpired:
+    print("expired")
+with client.acquire(Prompt(NAMESPACE, range(4 * PAGE))) as again:
+    print(again.num_tokens)
+"""
+"""A process that leases four pages and reads them only when it is told to."""
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_slow_reader_has_its_own_pages_or_is_told_that_they_are_gone(tmp_path: Path, is_stopped: bool) -> None:
+    """C09, I25, I10: stopped beyond the lease time, its pages are given to others; slow within it, they stay."""
+    with thread_server(tmp_path, host_pages=16, times__lease_s=1.0) as server, connect(server.directory) as client:
+        store(client, range(4 * PAGE))
+        process = subprocess.Popen(
+            [sys.executable, "-c", READER, str(server.directory)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"4\n"
+            if is_stopped:
+                process.send_signal(signal.SIGSTOP)
+                server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0)
+            for round_ in range(4):
+                store(client, range(1000 * (round_ + 1), 1000 * (round_ + 1) + 10 * PAGE))
+            process.send_signal(signal.SIGCONT)
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            answer, found = process.stdout.read().split()
+            assert (answer, int(found)) == ((b"expired", 0) if is_stopped else (b"right", 4 * PAGE))
+        finally:
+            _leave(process)
+
+
+@pytest.mark.faults
+def test_killed_servers_leave_nothing_behind(tmp_path: Path) -> None:
+    """C25: memory has no name that could outlive its holders, and sockets of the dead are replaced."""
+    shared = Path("/dev/shm")
+    before = sorted(path.name for path in shared.iterdir())
+    for _ in range(3):
+        server = ServerProcess(tmp_path, arguments())
+        with connect(server.directory) as client:
+            assert store(client, range(PAGE)) == PAGE
+            assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        assert sorted(path.name for path in shared.iterdir()) == before
+    server = ServerProcess(tmp_path, arguments())
+    assert server.stop() == 0
+    assert [path.name for path in server.directory.iterdir()] == ["lock"]
+
+
+def test_the_awaited_client_finds_a_restarted_server_too(tmp_path: Path) -> None:
+    """I37, with calls that are awaited."""
+
+    async def use() -> None:
+        server = ServerProcess(tmp_path, arguments())
+        try:
+            async with connect_async(server.directory) as client:
+                boot, prompt = client.welcome.boot_id, Prompt(NAMESPACE, range(PAGE))
+                async with await client.reserve(prompt) as reservation:
+                    server.stop(signal.SIGKILL)
+                    with pytest.raises(Unreachable):
+                        await client.lookup(prompt)
+                    server = ServerProcess(tmp_path, arguments())
+                    assert (await client.lookup(prompt)).num_tokens == 0
+                    assert client.welcome.boot_id != boot
+                    with pytest.raises(LeaseExpired):
+                        await reservation.commit()
+        finally:
+            assert server.stop() == 0
+
+    asyncio.run(use())

@@ -9,7 +9,8 @@ from hicache.service import wire
 from hicache.service.client import Durability, Prompt, connect
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
-from tests.service.serving import LAYOUT, NAMESPACE, PAGE, WAIT_S, ThreadServer, check, page_bytes, store, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 from tests.service.test_deadlines import leave_the_host
 
 
