@@ -81,8 +81,9 @@ def attend_triton(
             attend_to(*streamer.fetch(part.pages, ids), num_keys)
             streamer.release()
         if left_to_cpu is not None:
-            none = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=query.dtype)
-            state = attend_torch(streamer.query_on_cpu(), [(left_to_cpu, shape)], none, none, scale)
+            # In float32, so that the state is not rounded before it is merged.
+            none = torch.empty(0, shape.num_kv_heads, shape.head_dim)
+            state = attend_torch(streamer.query_on_cpu().float(), [(left_to_cpu, shape)], none, none, scale)
             output, lse = stack.push()
             output.copy_(state.output)
             lse.copy_(state.lse)

@@ -63,6 +63,7 @@ class Streamer:
         """Copy the pages `ids`, at most `capacity`, of pages [num_slots, 2, page_size, H, D] in host memory: the pages
         on the device and their table there, for work on the current stream until `release`."""
         self._prepare(pages)
+        ids = ids.cpu()
         buffer = self._buffers[self._turn]
         local = buffer[: len(ids) * _page_bytes(pages)].view(pages.dtype).view(len(ids), *pages.shape[1:])
         table = torch.arange(len(ids), dtype=torch.int32, device=self._device)
@@ -74,7 +75,7 @@ class Streamer:
                 self._stream.wait_event(released)
             if not pages.is_pinned() or not pages[0].is_contiguous():
                 # Through ordinary memory, for which the host waits.
-                local.copy_(pages.index_select(0, ids.to(pages.device)))
+                local.copy_(pages.index_select(0, ids))
             elif _page_bytes(pages) <= KERNEL_BYTES_MAX:
                 on_device = ids.pin_memory().to(self._device, non_blocking=True)
                 scatter_pages(pages, on_device, self._rows[self._turn], table)

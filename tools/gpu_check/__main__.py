@@ -47,6 +47,10 @@ PARTS: Final = {
         Part("decode", f"{_HERE}.speed:check_decode", "decode beside reading alone", 30, 90, measures=True),
         Part("extend", f"{_HERE}.speed:check_extend", "prefill over a cached prefix", 20, 90, measures=True),
         Part("beyond", f"{_HERE}.speed:check_beyond", "prefill beyond the device's memory", 30, 90, measures=True),
+        Part(
+            "decode-beyond", f"{_HERE}.speed:check_decode_beyond", "decode beyond the device's memory", 15, 60,
+            measures=True,
+        ),
         Part("cascade", f"{_HERE}.speed:check_cascade", "requests that share a document", 15, 60, measures=True),
     )
 }

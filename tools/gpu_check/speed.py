@@ -14,6 +14,7 @@ from hicache.kernels.cascade import cascade_decode
 from hicache.kernels.decode import paged_decode
 from hicache.kernels.extend import paged_extend
 from hicache.kernels.merge import merge_states
+from hicache.kernels.remote import RemoteSpeeds
 from hicache.kernels.splits import workspace_elements
 from hicache.tiers.device_copy import CudaQueue, PageCopier, StagedCopier
 from hicache.tiers.device_ways import EngineCopier, KernelCopier, engine_copies
@@ -114,7 +115,7 @@ def _fragments(
         ))  # fmt: skip
 
 
-def _host_s(work: Callable[[], None], rounds: int = 5) -> float:
+def _host_s(work: Callable[[], object], rounds: int = 5) -> float:
     """Median time of work that returns when it has ended, after one round that does not count."""
     work()
     times = []
@@ -235,6 +236,41 @@ def check_beyond(place: Place, report: Report) -> None:
     split[1] = PagedPart(host[:, 1], torch.arange(len(host), dtype=torch.int32), len(host) * PAGE)
     error = (attend(query, split, key=key, value=value, scale=DIM**-0.5).output.float() - one.float()).norm()
     report(Row("prefill_beyond_hbm_differs", float(error / one.float().norm()), "", goal=2.0**-7))
+
+
+def check_decode_beyond(place: Place, report: Report) -> None:
+    """One token over 32k of which 25 % are in pinned host memory: streamed, and shared out with the CPU by what the
+    link, the CPU and the way between them were measured to be."""
+    place.require_gpu()
+    device, num_tokens = place.device, 32_768
+    pool = _Pool(device, 1, num_tokens)
+    query = torch.randn(1, HEADS * GROUP, DIM, dtype=torch.bfloat16, device=device)
+    key, value = (torch.randn(1, HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
+    cut = pool.num_pages // 4 * 3
+    host = torch.zeros(pool.num_pages - cut, 4, 2, PAGE, HEADS, DIM, dtype=torch.bfloat16, pin_memory=True)
+    host[:, 1] = pool.pages[pool.tables[0, cut:].long()].cpu()
+    there = PagedPart(host[:, 1], torch.arange(len(host), dtype=torch.int32), len(host) * PAGE)
+    split = [PagedPart(pool.pages, pool.tables[0, :cut].contiguous(), cut * PAGE), there]
+
+    def decode(parts: list[PagedPart], remote: RemoteSpeeds | None = None) -> torch.Tensor:
+        return attend(query, parts, key=key, value=value, scale=DIM**-0.5, remote=remote).output
+
+    on_cpu = [tensor.cpu() for tensor in (query, key, value)]
+    host_s = _host_s(lambda: attend(on_cpu[0], [there], key=on_cpu[1], value=on_cpu[2], scale=DIM**-0.5))
+    small = torch.zeros_like(query, device="cpu")
+    round_trip_s = _host_s(lambda: query.copy_(small.copy_(query)))
+    link, _ = pinned_gb_s(device)
+    num_bytes = len(host) * PAGE * TOKEN_BYTES
+    speeds = RemoteSpeeds(link * GB, num_bytes / host_s, round_trip_s)
+    report(Row("host_decode", speeds.host_bytes_per_s / GB, "GB/s", higher_is_better=True))
+    report(Row("round_trip", 1e6 * round_trip_s, "µs"))
+    resident = [PagedPart(pool.pages, pool.tables[0], num_tokens)]
+    whole = Baseline("all resident", gpu_ms(lambda: decode(resident)))
+    bound = num_bytes / link / 1e6
+    report(Row("decode_beyond_streamed", gpu_ms(lambda: decode(split)), "ms", whole, bound=bound))
+    report(Row("decode_beyond_shared_out", gpu_ms(lambda: decode(split, speeds)), "ms", whole))
+    differs = (decode(split, speeds).float() - decode(resident).float()).norm() / decode(resident).float().norm()
+    report(Row("decode_beyond_differs", float(differs), "", goal=2.0**-7))
 
 
 def check_cascade(place: Place, report: Report) -> None:
