@@ -164,20 +164,25 @@ class DataCalls:
     ) -> pb.AcquireReply | None:
         """Keep the arena's copies from `first_page` on in place, as far as they follow one another; the session's lease
         then ends there. None if the first of them is not there."""
-        first_page = request.first_page
-        cache, page_size = self._cache, self._cache.layout.page_size
+        cache, page_size, first_page = self._cache, self._cache.layout.page_size, request.first_page
+        # Looked at again: other calls of the session have been lent pages while this one waited.
+        self._sessions.require_lease(session)
+        room = self._sessions.room(session)
         start, kept, parts = 0, list[Node](), list[np.ndarray[Any, np.dtype[np.int32]]]()
         for node in path:
             end = start + node.num_pages
             if end > first_page:
-                if node.residency(HOST) is not Residency.RESIDENT:
+                if start < first_page:
+                    cache.tree.split(node, first_page - start)  # `node` stays the lower part
+                room -= node.num_pages
+                if node.residency(HOST) is not Residency.RESIDENT or room < 0:
                     break
                 kept.append(node)
-                parts.append(node.slots(HOST)[max(0, first_page - start) :])
+                parts.append(node.slots(HOST))
             start = end
         if not kept:
             return None
-        partial = self._partial(session, request, start) if request.partial else None
+        partial = self._partial(session, request, start, room) if request.partial else None
         if partial is not None:
             parts.append(partial.node.slots(HOST)[partial.page :][:1])
         slots = np.concatenate(parts)
@@ -196,14 +201,14 @@ class DataCalls:
             generations=generations.tobytes(),
         )
 
-    def _partial(self, session: Session, request: pb.AcquireRequest, num_pages: int) -> Partial | None:
-        """The page that shares further tokens with the prompt, if it follows the first `num_pages` and is in the arena:
-        part of a page is not worth a read from a disk."""
+    def _partial(self, session: Session, request: pb.AcquireRequest, num_pages: int, room: int) -> Partial | None:
+        """The page that shares further tokens with the prompt, if it follows the first `num_pages`, is in the arena
+        (part of a page is not worth a read from a disk) and its node has at most `room` pages."""
         match = self._sessions.names.match(session, request.prefix)
         partial = match.partial if match.num_tokens == num_pages * self._cache.layout.page_size else None
         if partial is None or partial.node.residency(HOST) is not Residency.RESIDENT:
             return None
-        return partial if partial.node.num_pages <= self._sessions.room(session) else None
+        return partial if partial.node.num_pages <= room else None
 
     def _count(self, tokens: Tokens, coverage: Coverage) -> None:
         counters = self._cache.counters

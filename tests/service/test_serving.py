@@ -181,6 +181,22 @@ def test_views_cannot_be_written_to(server: ThreadServer) -> None:
                 lease.array(0)[0] = 1
 
 
+def test_pages_that_the_caller_has_are_left_out(server: ThreadServer) -> None:
+    """From the middle of what is stored as one run: the pages before are kept in the cache, and not in place."""
+    tokens = list(range(8900, 8900 + 6 * PAGE))
+    with connect(server.directory) as client:
+        store(client, tokens)
+        with client.acquire(Prompt(NAMESPACE, tokens), first_page=4) as lease:
+            assert (lease.first_page, len(lease), lease.num_tokens) == (4, 2, 6 * PAGE)
+            assert lease.read() == page_bytes(tokens, 4) + page_bytes(tokens, 5)
+            assert server.call(lambda inside: [session.num_pages for session in inside.sessions]) == [2]
+            assert server.call(lambda inside: inside.cache.flush()) == 6
+        for first_page in (6, 7):
+            with client.acquire(Prompt(NAMESPACE, tokens), first_page=first_page) as lease:
+                assert (lease.first_page, len(lease), lease.num_tokens) == (6, 0, 0)
+        server.call(lambda inside: inside.cache.tree.check_integrity())
+
+
 def test_part_of_a_page_can_be_read_too(server: ThreadServer) -> None:
     """The page that shares some tokens behind the last whole one: it is kept as the others are, if asked for."""
     tokens = list(range(8800, 8800 + 3 * PAGE))
