@@ -13,15 +13,17 @@ from hicache.policy.admission import AdmissionPolicy, AlwaysAdmission, SecondTou
 from hicache.policy.predicted import PredictedAdmission
 
 ALWAYS: Final = "always"
-ADMISSIONS: Final[Mapping[str, Callable[[int, float | None], AdmissionPolicy]]] = {
-    ALWAYS: lambda capacity_pages, pages_per_s: AlwaysAdmission(),
-    "second-touch": lambda capacity_pages, pages_per_s: SecondTouchAdmission(),
-    "predicted": lambda capacity_pages, pages_per_s: PredictedAdmission(
-        capacity_pages=capacity_pages, pages_per_s=pages_per_s
+STRETCH_TOKENS: Final = 256
+"""Tokens that are judged together, where pages are not larger."""
+ADMISSIONS: Final[Mapping[str, Callable[[int, int, float | None], AdmissionPolicy]]] = {
+    ALWAYS: lambda capacity_pages, stride, pages_per_s: AlwaysAdmission(),
+    "second-touch": lambda capacity_pages, stride, pages_per_s: SecondTouchAdmission(stride=stride),
+    "predicted": lambda capacity_pages, stride, pages_per_s: PredictedAdmission(
+        capacity_pages=capacity_pages, stride=stride, pages_per_s=pages_per_s
     ),
 }
-"""What makes an admission policy of each name, with its defaults, for an NVMe tier of so many pages that may be written
-so many pages a second in the long run; None for no bound."""
+"""What makes an admission policy of each name, with its defaults: for an NVMe tier of so many pages, of which so many
+are judged together, and so many may be written in a second in the long run (None for no bound)."""
 
 
 def check_admission(name: object) -> str:
@@ -31,6 +33,9 @@ def check_admission(name: object) -> str:
     return name
 
 
-def admission_named(name: str, capacity_pages: int, *, pages_per_s: float | None = None) -> AdmissionPolicy:
-    """An admission policy of that name. Raises `BadRequest` as `check_admission` does."""
-    return ADMISSIONS[check_admission(name)](capacity_pages, pages_per_s)
+def admission_named(
+    name: str, capacity_pages: int, *, page_size: int = STRETCH_TOKENS, pages_per_s: float | None = None
+) -> AdmissionPolicy:
+    """An admission policy of that name, for pages of `page_size` tokens. Raises `BadRequest` as `check_admission`
+    does."""
+    return ADMISSIONS[check_admission(name)](capacity_pages, max(1, STRETCH_TOKENS // page_size), pages_per_s)

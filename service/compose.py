@@ -9,51 +9,41 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy.typing as npt
-import torch
-from aiofiles.os import wrap
-from torch import Tensor
 
 from hicache import prefetch as ahead
 from hicache import sequence as core
-from hicache.admissions import ALWAYS, admission_named
-from hicache.cache import DRAIN_S, Cache, Coverage
-from hicache.clock import Clock, SystemClock
-from hicache.deciding import Decision, PrefillSpeeds
-from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
-from hicache.kernels.attend import PagedPart
+from hicache.admissions import ALWAYS
+from hicache.cache import DRAIN_S, Coverage
+from hicache.deciding import Decision
+from hicache.errors import Closed, DeadlineExceeded
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.policies import LRU
 from hicache.prefill import PrefillCurve
 from hicache.quotas import TenantQuotas
 from hicache.recovery import Recovery
+from hicache.service.building import Parts, build, open_nvme
 from hicache.service.options import Directories, Options, Progress
+from hicache.service.requests import DEFAULT_TIMEOUT_S, Prefetch, Sequence, Step
 from hicache.service.snapshot import snapshot_of, stats_of
-from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
-from hicache.tiers.context import ContextParts, Staging
-from hicache.tiers.device import DeviceTier
-from hicache.tiers.host import HostTier
-from hicache.tiers.nvme import NvmeTier
-from hicache.tiers.nvme.striped import StripedTier
+from hicache.tiers.context import Staging
 from hicache.write_policy import WritePolicy
 from hicache.writing import Durability, Flushed, Persisted
 
-DEFAULT_TIMEOUT_S: Final = 60.0
-"""How long a call waits for room or a copy before it raises `DeadlineExceeded`."""
 GRACE_S: Final = 15.0
 """Beyond its deadline a call has answered at the latest after this: time for a copy that cannot be stopped to end."""
 CLOSE_TIMEOUT_S: Final = DRAIN_S + GRACE_S
 """How long `HiCache.close` waits for copies to end that cannot be stopped."""
-
 _log = logging.getLogger(__name__)
+
+__all__ = ["DEFAULT_TIMEOUT_S", "HiCache", "Prefetch", "Sequence", "Step", "open_nvme"]
 
 T = TypeVar("T")
 
@@ -68,7 +58,7 @@ class HiCache:
         self.layout: Final = options.layout
         self._started: Final = threading.Event()
         self._stop: Final = asyncio.Event()
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._failure: BaseException | None = None
         self._owners: Final = itertools.count()
         self._staging: Final[list[Staging]] = []
@@ -184,7 +174,7 @@ class HiCache:
             self._started.set()
 
     async def _serve(self, options: Options) -> None:
-        parts = await _build(options)
+        parts = await build(options)
         async with parts.cache:
             self._parts = parts
             self._loop = asyncio.get_running_loop()
@@ -238,7 +228,7 @@ class HiCache:
         return self._built.cache.clock.monotonic() + timeout_s
 
     @property
-    def _built(self) -> "_Parts":
+    def _built(self) -> Parts:
         if self._parts is None:
             raise self._closed()
         return self._parts
@@ -315,7 +305,7 @@ class HiCache:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         chunk_tokens: int | None = None,
-    ) -> "Sequence":
+    ) -> Sequence:
         """Begin a request for the prompt `tokens` (1-D, int32 ids, at least one).
 
         What is cached of it, at most `len(tokens) - 1` tokens, is leased and brought to the device as far as it fits.
@@ -410,7 +400,7 @@ class HiCache:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_pages: int | None = None,
-    ) -> "Prefetch":
+    ) -> Prefetch:
         """Begin to bring what NVMe alone has of `tokens` (1-D, int32 ids) to host memory, as a request for them is
         expected within `timeout_s` seconds; pages not begun by then are left. For a queue's next requests, a
         conversation whose tool call is about to end, or candidates of a retrieval.
@@ -505,283 +495,3 @@ class HiCache:
         """The numbers of the last write or free on NVMe that was accepted, and of the last up to which all are durable;
         None without an NVMe tier."""
         return self._built.cache.durability
-
-
-class Prefetch:
-    """Pages that are fetched ahead. Made by `HiCache.prefetch`; need not be kept, and holds nothing in the cache."""
-
-    def __init__(self, cache: HiCache, begun: ahead.Prefetch) -> None:
-        self._cache: Final = cache
-        self._core: Final = begun
-        self.num_begun: Final = begun.num_begun
-        """Pages on their way."""
-        self.num_left_out: Final = begun.num_left_out
-        """Pages on NVMe alone that were not begun, for want of room or beyond `max_pages`."""
-
-    def wait(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Wait until nothing is under way any more; how many pages came. Raises `DeadlineExceeded` when that takes
-        longer than `timeout_s` seconds and `GRACE_S`, which changes nothing; `Closed`."""
-        return self._cache._call(self._core.wait(), timeout_s=timeout_s)
-
-    def cancel(self) -> None:
-        """Change one's mind: what has not begun is not copied, and its room is given back. What a request has come for
-        goes on. Idempotent."""
-
-        async def cancel() -> None:
-            self._core.cancel()
-
-        with suppress(Closed):  # with the cache, which has given everything back
-            self._cache._call(cancel())
-
-
-class Sequence:
-    """A running request, used by one thread at a time. A context manager: leaving it gives its lease up.
-
-        with cache.sequence(namespace, prompt) as sequence:
-            with sequence.step(prompt[sequence.length:]) as step:
-                for layer in range(num_layers):
-                    step.write(layer, key, value)
-                    out, _ = attend(query, step.parts(layer), key=key, value=value, scale=scale)
-    """
-
-    def __init__(self, cache: HiCache, running: core.Sequence) -> None:
-        self._cache: Final = cache
-        self._core: Final = running
-        self._began_with: Final = running.length - sum(running.cached_by_tier.values())
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens found in the cache, or shared with the request that it is a fork of: they need not be computed. Grows
-        while `is_loading`."""
-        return self._began_with + sum(self._core.cached_by_tier.values())
-
-    @property
-    def cached_by_tier(self) -> dict[TierId, int]:
-        """`num_cached` by the fastest tier that had them when the request began."""
-        return dict(self._core.cached_by_tier)
-
-    @property
-    def length(self) -> int:
-        """Tokens whose KV is there now."""
-        return self._core.length
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether more of the prompt may be found than `length` says: it is being loaded while the engine computes."""
-        return self._core.is_loading
-
-    def next_step(self, max_tokens: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """How many tokens the next step computes, from `length` on, which may have grown by then: at most `max_tokens`,
-        fewer while pages are on their way to what follows. For a request that was begun with `chunk_tokens`, while
-        `is_loading`. Waits where waiting is faster than computing what is on its way.
-
-        Raises `BadRequest`, `DeadlineExceeded` after `timeout_s` seconds, `Closed`.
-        """
-        if not self.is_loading:
-            return max_tokens
-        cache = self._cache
-        step = self._core.next_step(max_tokens, deadline=cache._deadline(timeout_s))
-        return cache._call(step, timeout_s=timeout_s)
-
-    def load_rest(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait until what is found has been loaded, as if the request had been begun without `chunk_tokens`: for an
-        engine that will not ask `next_step`. Once a step has been taken, what has not come yet is computed instead.
-        Raises as `next_step` does."""
-        if self.is_loading:
-            cache = self._cache
-            cache._call(self._core.load_rest(deadline=cache._deadline(timeout_s)), timeout_s=timeout_s)
-
-    def step(self, tokens: npt.ArrayLike, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Step":
-        """A step for the next `tokens` (1-D, int32 ids): pages for their KV, and everything before them pinned.
-
-        Use it in a `with` block. Leaving the block without an exception commits; with one, the tokens are forgotten.
-        Entering raises `BadRequest`, `NoRoom` (more tokens than the device tier can ever hold), `DeadlineExceeded`.
-        """
-        return Step(self._cache, self._core, tokens, timeout_s)
-
-    def fork(self) -> "Sequence":
-        """Another request with the same tokens; both share all pages until one of them writes."""
-
-        async def fork() -> core.Sequence:
-            return self._core.fork()
-
-        return Sequence(self._cache, self._cache._call(fork(), undo=core.Sequence.close))
-
-    def close(self) -> None:
-        """Give up the lease and unpublished tokens; published pages stay cached. Idempotent."""
-
-        async def close() -> None:
-            self._core.close()
-
-        with suppress(Closed):  # with the cache, which has given everything back
-            self._cache._call(close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Step:
-    """One forward pass of a sequence over some new tokens. A `PartSource` for `hicache.kernels.attend`."""
-
-    def __init__(self, cache: HiCache, running: core.Sequence, tokens: npt.ArrayLike, timeout_s: float) -> None:
-        self._cache: Final = cache
-        self._core: Final = running
-        self._tokens: Final = tokens
-        self._timeout_s: Final = timeout_s
-        self._plan: core.StepPlan | None = None
-        self._staging: Staging | None = None
-
-    def __enter__(self) -> Self:
-        cache, built, running = self._cache, self._cache._built, self._core
-        beginning = running.begin(self._tokens, deadline=cache._deadline(self._timeout_s))
-
-        def undo(plan: core.StepPlan) -> None:
-            with suppress(BadRequest):  # the sequence was closed first
-                running.abort(plan)
-
-        plan = cache._call(beginning, timeout_s=self._timeout_s, undo=undo)
-        try:
-            if any(run.tier_id == NVME for run in plan.runs):
-                self._staging = cache._take_staging()
-            self._slot_mapping = torch.from_numpy(plan.slot_mapping).to(built.device.layer(0).device)
-            self._context = ContextParts(
-                plan, built.cache.layout, device=built.device, host=built.host, nvme=built.nvme, staging=self._staging
-            )
-        except BaseException as error:
-            self._end(plan, error)
-            raise
-        self._plan = plan
-        return self
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the new tokens' keys and values of one layer.
-
-        Args:
-            layer: index from 0.
-            key, value: `[num_new, num_kv_heads, head_dim]`, the layout's dtype, on the device tier's device.
-        """
-        self._cache._built.device.write_tokens(layer, self._slot_mapping, key, value)
-
-    def parts(self, layer: int) -> Iterator[PagedPart]:
-        """Everything before the new tokens, for one layer. A part is valid until the next one is asked for.
-
-        Raises `CorruptPage` when a page on NVMe is not there whole, `TierUnavailable` when the device fails to read it,
-        `DeadlineExceeded` when it does not answer; the step must then be given up.
-        """
-        return self._context.parts(layer)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        plan, self._plan = self._plan, None
-        assert plan is not None, "the step was not begun"
-        try:
-            # If reads do not end, the buffers stay theirs: they are not handed out again.
-            self._context.close()
-            if self._staging is not None:
-                self._cache._staging.append(self._staging)
-        finally:
-            self._end(plan, error)
-
-    def _end(self, plan: core.StepPlan, error: BaseException | None) -> None:
-        """Commit, or after an error abort: then a cache that is closed meanwhile does not hide it."""
-
-        async def end() -> None:
-            if error is None:
-                self._core.commit(plan)
-                return
-            self._core.abort(plan)
-            if isinstance(error, CorruptPage):
-                self._core.report_bad(TierId(error.tier), error.slot)
-            elif isinstance(error, TierUnavailable | DeadlineExceeded) and NVME in [run.tier_id for run in plan.runs]:
-                self._core.cache.report_failing(NVME)
-
-        with suppress(*([Closed] if error is not None else [])):
-            self._cache._call(end())
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What an open cache consists of."""
-
-    cache: Cache
-    device: DeviceTier
-    host: HostTier
-    nvme: NvmeTier | StripedTier | None
-
-
-def open_nvme(options: Options, clock: Clock) -> NvmeTier | StripedTier:
-    """The NVMe tier that `options` ask for. Blocks: for a thread. Raises `BadRequest`, `TierUnavailable`."""
-    try:
-        if len(options.nvme_dirs) == 1:
-            return NvmeTier.open(
-                options.nvme_dirs[0],
-                layout=options.layout,
-                capacity_bytes=options.nvme_bytes,
-                min_free_bytes=options.nvme_min_free_bytes,
-                write_bytes_per_day=options.nvme_write_bytes_per_day,
-                codec=options.nvme_codec,
-                clock=clock,
-                progress=options.told("nvme"),
-            )
-        return StripedTier.open(
-            options.nvme_dirs,
-            layout=options.layout,
-            capacity_bytes=options.nvme_bytes,
-            min_free_bytes=options.nvme_min_free_bytes,
-            write_bytes_per_day=options.nvme_write_bytes_per_day,
-            codec=options.nvme_codec,
-            clock=clock,
-            progress=options.told("nvme"),
-        )
-    except BadRequest as error:
-        # In the words of whoever called `HiCache.open`.
-        name = {"capacity_bytes": "nvme_bytes"}.get(error.field, f"nvme_{error.field}")
-        raise BadRequest(name, error.problem) from None
-
-
-async def _build(options: Options) -> _Parts:
-    """Open the tiers; if one refuses, those before it are closed."""
-    layout = options.layout
-    clock = SystemClock()
-    async with AsyncExitStack() as stack:
-
-        async def opened(tier: Tier) -> None:
-            stack.push_async_callback(tier.close)
-
-        device = DeviceTier(layout, capacity_bytes=options.device_bytes, device=options.device)
-        await opened(device)
-        pinned = device.device.type == "cuda"
-        host = HostTier(page_bytes=layout.page_bytes, capacity_bytes=options.host_bytes, pinned=pinned)
-        await opened(host)
-        tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
-        # Last, because it alone leaves something behind: whatever else is refused, is refused before.
-        nvme: NvmeTier | StripedTier | None = None
-        if options.nvme_dirs:
-            # Manifest, checkpoint and journal are read by a thread: the loop stays free for what watches the start.
-            nvme = await wrap(open_nvme)(options, clock)
-            await opened(nvme)
-            tiers[NVME] = nvme
-        admission = None
-        if nvme is not None:
-            admission = admission_named(options.admission, nvme.capacity_pages, pages_per_s=options.nvme_pages_per_s)
-        cache = Cache(
-            layout,
-            tiers,
-            clock=clock,
-            policy=options.policy,
-            tenant_quotas=options.tenant_quotas,
-            metadata_bytes=options.metadata_bytes,
-            admission=admission,
-            write_policy=options.write_policy,
-            exclusive=options.exclusive,
-            prefill=PrefillSpeeds() if options.prefill == "measure" else options.prefill,
-            progress=options.told("pages"),
-        )
-        stack.pop_all()
-        return _Parts(cache, device, host, nvme)

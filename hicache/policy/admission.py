@@ -4,13 +4,14 @@ Flash wears with every write, and most pages are never asked for again. A page t
 it must be: it stays in the faster tiers until it has to leave them, and leaves for nothing then.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from hicache.errors import BadRequest
 from hicache.node import Node
 from hicache.policy.base import Use
-from hicache.policy.history import RECORDS_MAX, History
+from hicache.policy.history import RECORDS_MAX
+from hicache.policy.stretches import Stretches, cut
 
 
 class Verdict(Enum):
@@ -56,36 +57,48 @@ class AlwaysAdmission:
         pass
 
 
+@dataclass(slots=True)
+class _Touched:
+    """A stretch of a prompt that was used."""
+
+    num_pages: int
+    again: bool
+    """Twice at least."""
+
+
 class SecondTouchAdmission:
-    """Admits what was used twice. It needs about as few writes as knowing the future, and loses each first return.
+    """Admits what was used twice, of a node as soon as that is half of it. It needs about as few writes as knowing the
+    future, and loses each first return.
 
     Args:
-        records_max: prefixes remembered, resident or not; at least 1.
+        stride: pages that are judged together, from 1 on (`hicache.policy.stretches`).
+        records_max: stretches of so many pages remembered, resident or not; at least 1.
+
+    Raises `BadRequest` naming what is out of bounds.
     """
 
-    def __init__(self, *, records_max: int = RECORDS_MAX) -> None:
-        if records_max < 1:
-            raise BadRequest("records_max", f"{records_max} is not above 0")
-        self._used_again: History[bool] = History(records_max)
+    def __init__(self, *, stride: int = 1, records_max: int = RECORDS_MAX) -> None:
+        self._stretches: Stretches[_Touched] = Stretches(stride=stride, records_max=records_max)
 
     def used(self, use: Use) -> None:
-        for node in reversed(use.path):
-            self._used_again.put(node, self._used_again.get(node) is not None)
+        stretches = cut(use.path, self._stretches.stride)
+        known = self._stretches.known(stretches)
+        self._stretches.keep(use.path, stretches, [
+            _Touched(stretch.num_pages, before is not None) for stretch, before in zip(stretches, known, strict=True)
+        ])  # fmt: skip
 
     def admits(self, node: Node, now: float) -> Verdict:
-        return Verdict.ADMITTED if self._used_again.get(node) else Verdict.ONCE
+        touched = self._stretches.of(node)
+        again = sum([each.num_pages for each in touched if each.again])
+        return Verdict.ADMITTED if 0 < 2 * again >= sum([each.num_pages for each in touched]) else Verdict.ONCE
 
     def written(self, node: Node, now: float) -> None:
         pass
 
     def split(self, upper: Node, lower: Node) -> None:
         """See `HearsShape`."""
-        known = self._used_again.get(lower)
-        if known is not None:
-            self._used_again.put(upper, known)
+        self._stretches.split(upper, lower)
 
     def joined(self, upper: Node, lower: Node) -> None:
         """See `HearsShape`."""
-        above = self._used_again.get(upper)
-        if above is not None and self._used_again.get(lower) is None:
-            self._used_again.put(lower, above)
+        self._stretches.joined(upper, lower)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from hicache.node import Node
 
@@ -14,7 +14,7 @@ COMMON_PAGES: Final = 1
 
 @dataclass(slots=True)
 class Mark:
-    """What is remembered of a prefix."""
+    """What is remembered of a prefix, or of a stretch."""
 
     turn: int
     """How many prompts the last one that used it went on from, one after the other, at most `TURNS_MAX`."""
@@ -46,8 +46,15 @@ class Lineage:
         return self.num_known > COMMON_PAGES
 
 
-def lineage_of(path: Sequence[Node], marks: Sequence[Mark | None]) -> Lineage:
-    """The lineage of a prompt with this path, from what is remembered of each of its nodes."""
+class Sized(Protocol):
+    """A part of a prompt: a node, or a stretch."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+
+def lineage_of(path: Sequence[Sized], marks: Sequence[Mark | None]) -> Lineage:
+    """The lineage of a prompt, from what is remembered of each of its parts, in order from its beginning."""
     num_known, turn, from_end = 0, 0, False
     for node, mark in zip(path, marks, strict=True):
         if mark is None:

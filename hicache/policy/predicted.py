@@ -18,14 +18,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log2
+from statistics import fmean
 from typing import Final, NamedTuple
 
 from hicache.errors import BadRequest
 from hicache.node import Node
 from hicache.policy.admission import Verdict
 from hicache.policy.base import Hint, Use
-from hicache.policy.history import RECORDS_MAX, History
-from hicache.policy.lineage import Lineage, Mark, ends_at, lineage_of
+from hicache.policy.history import RECORDS_MAX
+from hicache.policy.lineage import Lineage, Mark, lineage_of
+from hicache.policy.stretches import Stretches, cut
 
 WRITES_PER_RETURN: Final = 1.55
 """Pages written for each one that comes back, where knowing the future needs 1 and writing everything about 3 to 5."""
@@ -91,8 +93,9 @@ class _Epoch:
 
 @dataclass(slots=True)
 class _Record(Mark):
-    """What is known of a prefix."""
+    """What is known of a stretch of a prompt."""
 
+    num_pages: int
     use: int
     of: _Class
     has_returned: bool = False
@@ -107,7 +110,8 @@ class PredictedAdmission:
         capacity_pages: pages of the NVMe tier.
         writes_per_return: pages that may be written for each one that comes back, from 0 on.
         pages_per_s: pages that a budget grants in the long run, above 0; None for no budget.
-        records_max: prefixes remembered, resident or not; at least 1.
+        stride: pages that are judged together, from 1 on (`hicache.policy.stretches`).
+        records_max: stretches of so many pages remembered, resident or not; at least 1.
 
     Raises `BadRequest` naming what is out of bounds.
     """
@@ -116,6 +120,7 @@ class PredictedAdmission:
         self,
         *,
         capacity_pages: int,
+        stride: int = 1,
         writes_per_return: float = WRITES_PER_RETURN,
         pages_per_s: float | None = None,
         records_max: int = RECORDS_MAX,
@@ -124,16 +129,15 @@ class PredictedAdmission:
             ("capacity_pages", capacity_pages, capacity_pages >= 1),
             ("writes_per_return", writes_per_return, 0 <= writes_per_return < float("inf")),
             ("pages_per_s", pages_per_s, pages_per_s is None or pages_per_s > 0),
-            ("records_max", records_max, records_max >= 1),
         ):
             if not is_fine:
                 raise BadRequest(name, f"{value} is out of bounds")
-        self._records: History[_Record] = History(records_max)
+        self._stretches: Stretches[_Record] = Stretches(stride=stride, records_max=records_max)
         self._uses = 0
         self._per_return = writes_per_return
         self._pages_per_s = pages_per_s
         # Records that are forgotten are not seen to come back.
-        window = max(WINDOW_MIN, min(capacity_pages, records_max // 2))
+        window = max(WINDOW_MIN, min(capacity_pages, records_max * stride // 2))
         self._span = window / EPOCHS
         self._half_life = HALF_LIFE * window
         self._loan = LOAN * capacity_pages
@@ -155,21 +159,24 @@ class PredictedAdmission:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def used(self, use: Use) -> None:
-        path = use.path
-        records = [self._records.get(node) for node in path]
-        lineage = lineage_of(path, records)
-        # Tail before head, so that of records the tail's are forgotten first.
-        for place in range(len(path) - 1, -1, -1):
-            node, known = path[place], records[place]
-            if known is not None:
-                self._count_return(known, node.num_pages)
-            self._records.put(node, _Record(
+        stretches = cut(use.path, self._stretches.stride)
+        known = self._stretches.known(stretches)
+        lineage = lineage_of(stretches, known)
+        last, records = len(stretches) - 1, []
+        for place, (stretch, before) in enumerate(zip(stretches, known, strict=True)):
+            if before is not None:
+                self._count_return(before)
+            # What is behind the last cut may not come again, so a prompt that goes on does so from before it, too.
+            ends_here = place >= last - 1
+            records.append(_Record(
+                num_pages=stretch.num_pages,
                 turn=lineage.turn,
-                ended=ends_at(path, place) or (known is not None and known.ended),
+                ended=ends_here or (before is not None and before.ended),
                 use=self._uses,
-                of=_class_of(lineage, is_known=known is not None, is_tail=place == len(path) - 1),
-                has_returned=known is not None and known.has_returned,
+                of=_class_of(lineage, is_known=before is not None, is_tail=place == last),
+                has_returned=before is not None and before.has_returned,
             ))  # fmt: skip
+        self._stretches.keep(use.path, stretches, records)
         self._uses += 1
 
     def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
@@ -177,74 +184,63 @@ class PredictedAdmission:
         is said to end: what hints are worth is learnt as everything else, so wrong ones cost little."""
         returns = True if hint.returns is None and hint.expected_return is not None else hint.returns
         for node in path:
-            record = self._records.get(node)
-            if record is not None:
+            for record in self._stretches.of(node):
                 record.of = record.of._replace(returns=returns)
 
     def admits(self, node: Node, now: float) -> Verdict:
-        record = self._records.get(node)
-        if record is None:
+        records = self._stretches.of(node)
+        if not records:
             # Its use has not been told yet, or it is long forgotten.
             return Verdict.ADMITTED if self._common_rate > self._threshold else Verdict.UNLIKELY
-        self._count_asked(record, node.num_pages)
+        self._count_asked(records)
         self._refresh(now)
-        rate = self._rate(record.of)
+        rate = fmean([self._rate(record.of) for record in records])
         loan = self._loan * max(0.0, 1.0 - self._asked / self._paid_back)
         is_spent = self._written >= self._per_return * (self._returned + self._expected) + loan
         if is_spent and rate * self._per_return < 1.0:  # others pay for themselves
             return Verdict.UNLIKELY
         if self._asked > self._loan:
-            share = self._shares.get(record.of, float(rate > self._threshold))
-            if record.use * _SPREAD % 1.0 >= share:
+            share = fmean([self._share(record.of) for record in records])
+            if records[-1].use * _SPREAD % 1.0 >= share:
                 return Verdict.UNLIKELY
         return Verdict.ADMITTED
 
     def written(self, node: Node, now: float) -> None:
         self._written += node.num_pages
-        record = self._records.get(node)
-        if record is not None:
-            self._count_asked(record, node.num_pages)
+        self._count_asked(self._stretches.of(node))
 
     def split(self, upper: Node, lower: Node) -> None:
         """See `HearsShape`."""
-        known = self._records.get(lower)
-        if known is not None:
-            self._inherit(upper, known)
+        self._stretches.split(upper, lower)
 
     def joined(self, upper: Node, lower: Node) -> None:
         """See `HearsShape`."""
-        above = self._records.get(upper)
-        if above is not None and self._records.get(lower) is None:
-            self._inherit(lower, above)
+        self._stretches.joined(upper, lower)
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
-    def _inherit(self, node: Node, known: _Record) -> None:
-        self._records.put(node, _Record(known.turn, known.ended, known.use, known.of, known.has_returned, known.asked))
-
-    def _count_asked(self, record: _Record, num_pages: int) -> None:
-        if record.asked is not None:
-            return
+    def _count_asked(self, records: Sequence[_Record]) -> None:
         epoch = self._epochs[-1]
-        record.asked = epoch, record.of
-        count = epoch.counts.setdefault(record.of, _Count())
-        count.asked += num_pages
-        if not record.has_returned:
-            count.fresh += num_pages
-            count.awaited += num_pages
-        self._asked += num_pages
+        for record in records:
+            if record.asked is None:
+                record.asked = epoch, record.of
+                count = epoch.counts.setdefault(record.of, _Count())
+                count.asked += record.num_pages
+                if not record.has_returned:
+                    count.fresh += record.num_pages
+                    count.awaited += record.num_pages
+                self._asked += record.num_pages
 
-    def _count_return(self, record: _Record, num_pages: int) -> None:
+    def _count_return(self, record: _Record) -> None:
         if record.asked is None:
             return
         epoch, of = record.asked
         if not record.has_returned:
             record.has_returned = True
-            self._returned += num_pages
-            count = epoch.counts[of]
-            count.awaited = max(0.0, count.awaited - num_pages)  # the node may have been joined to another since
-        self._back[of] = self._back.get(of, 0.0) + num_pages
-        self._delays[min(EPOCHS, self._epochs[-1].number - epoch.number)] += num_pages
+            self._returned += record.num_pages
+            epoch.counts[of].awaited -= record.num_pages
+        self._back[of] = self._back.get(of, 0.0) + record.num_pages
+        self._delays[min(EPOCHS, self._epochs[-1].number - epoch.number)] += record.num_pages
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -252,6 +248,10 @@ class PredictedAdmission:
         """The share of a class that comes back."""
         rate = self._rates.get(of)
         return rate if rate is not None else self._family_rates.get(of.family, self._common_rate)
+
+    def _share(self, of: _Class) -> float:
+        """What part of a class is admitted."""
+        return self._shares.get(of, float(self._rate(of) > self._threshold))
 
     def _refresh(self, now: float) -> None:
         """Bring rates and shares up to date, once an epoch."""

@@ -74,7 +74,10 @@ async def open_cache(options: Options, clock: Clock) -> Served:
             nvme = await wrap(open_nvme)(options, clock)
             stack.push_async_callback(nvme.close)
             tiers[NVME] = nvme
-            admission = admission_named(options.admission, nvme.capacity_pages, pages_per_s=options.nvme_pages_per_s)
+            admission = admission_named(
+                options.admission, nvme.capacity_pages,
+                page_size=options.layout.page_size, pages_per_s=options.nvme_pages_per_s,
+            )  # fmt: skip
         cache = Cache(
             options.layout,
             tiers,

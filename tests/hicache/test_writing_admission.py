@@ -13,7 +13,7 @@ from hicache.policy.predicted import PredictedAdmission
 from hicache.tier import DEVICE, HOST, NVME, TierId
 from hicache.write_policy import WritePolicy
 from tests.hicache.durable import Image
-from tests.hicache.worlds import MODEL, Setup, opened, prompt
+from tests.hicache.worlds import MODEL, PAGE_SIZE, Setup, opened, prompt
 from tests.simulation import World, run_simulated
 
 
@@ -49,6 +49,23 @@ def test_a_refused_page_leaves_the_host_for_nothing_and_is_counted() -> None:
             await clear(setup, DEVICE, HOST)
             assert written(setup) == 16
             assert setup.cache.counters.refused_pages == {Verdict.ONCE.value: 8}
+            setup.check_quiet()
+
+    run_simulated(main, 0)
+
+
+def test_what_was_refused_is_known_again_within_a_longer_prompt() -> None:
+    """It comes back as one run with what follows, up to the end of a prompt that was never there before."""
+
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=24, admission=SecondTouchAdmission()) as setup:
+            prompt_and_answer = prompt(1, 49)
+            await setup.request().run(prompt_and_answer[:33])
+            await clear(setup, DEVICE, HOST)
+            assert setup.cache.tree.num_nodes == 0
+            assert await setup.request().run(prompt_and_answer) == 0
+            await clear(setup, DEVICE, HOST)
+            assert written(setup) >= 8, "what follows may be a node of its own"
             setup.check_quiet()
 
     run_simulated(main, 0)
@@ -128,7 +145,8 @@ def test_the_policy_hears_of_every_use_and_every_write() -> None:
 @pytest.mark.parametrize("name", ["second-touch", "predicted"])
 def test_every_byte_is_right_whatever_is_refused(name: str) -> None:
     async def main(world: World) -> None:
-        async with opened(world, device_pages=12, host_pages=8, admission=admission_named(name, 24)) as setup:
+        admission = admission_named(name, 24, page_size=PAGE_SIZE)
+        async with opened(world, device_pages=12, host_pages=8, admission=admission) as setup:
             rng = Random(world.rng.random())
             for _ in range(60):
                 await setup.request().run(prompt(rng.randrange(10), 9 + 4 * rng.randrange(6)))

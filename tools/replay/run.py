@@ -80,9 +80,12 @@ class _Node:
             write_s = machine.page_bytes / machine.nvme_write_bandwidth
             self._nvme = ReplayTier(NVME, machine.nvme_pages, page_bytes, read_s, write_s, machine.nvme_latency_s)
             tiers[NVME] = self._nvme
+        admission = None
+        if machine.nvme_pages:
+            admission = admission_named(machine.admission, machine.nvme_pages, page_size=machine.block_tokens)
         self.cache = Cache(
             layout, tiers, clock=clock, policy=policy, write_policy=machine.write_policy, exclusive=machine.exclusive,
-            admission=admission_named(machine.admission, machine.nvme_pages) if machine.nvme_pages else None,
+            admission=admission,
         )  # fmt: skip
 
     def add_to(self, found: Replayed) -> None:

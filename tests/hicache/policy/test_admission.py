@@ -175,7 +175,7 @@ def test_predicted_follows_splits_and_joins() -> None:
 def test_names_are_those_there_are() -> None:
     for name in ADMISSIONS:
         assert check_admission(name) == name
-        admission_named(name, 100).used(Use(path_of(1), 0.0))
+        admission_named(name, 100, page_size=16).used(Use(path_of(1), 0.0))
     for wrong in ("sometimes", None, 3):
         with pytest.raises(BadRequest, match=r"admission.*always, second-touch, predicted"):
             check_admission(wrong)
