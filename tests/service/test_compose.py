@@ -15,7 +15,7 @@ from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.prefill import PrefillCurve
 from hicache.quotas import TenantQuota
-from hicache.service import compose
+from hicache.service import compose, requests
 from hicache.service.compose import HiCache, Sequence
 from hicache.tier import DEVICE, HOST, NVME, PageIdentity, PageWrite
 from hicache.writing import Flushed
@@ -442,7 +442,7 @@ def test_a_step_that_cannot_be_entered_is_not_left_open(tmp_path: Path, monkeypa
     model, tokens = Model(), prompt(1, 64)
     with open_cache(tmp_path, nvme_pages=None) as cache, cache.sequence(MODEL, tokens) as sequence:
         with monkeypatch.context() as patched:
-            patched.setattr(compose, "ContextParts", no_memory)
+            patched.setattr(requests, "ContextParts", no_memory)
             with pytest.raises(MemoryError):
                 sequence.step(tokens).__enter__()
         assert_close(model.run(sequence, tokens), model.expected(tokens, 64))
