@@ -107,6 +107,8 @@ class Granted:
     partial_tokens: int
     """Tokens of the last slot's page that are the prompt's, where that is a further page; else 0."""
     cut_short: str
+    call: int
+    """The client's number of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class Reserved:
     first_page: int
     staging_slots: Any
     """`array("i")`."""
+    call: int
+    """The client's number of the call."""
 
 
 def _with_prefix(
@@ -165,6 +169,7 @@ def acquire(attachment: Attachment, prompt: Prompt, first_page: int, partial: bo
         unpack_int64(reply.generations),
         reply.partial_tokens,
         reason_name(reply.cut_short),
+        call,
     )
 
 
@@ -199,6 +204,7 @@ def reserve(attachment: Attachment, prompt: Prompt, num_tokens: int | None, firs
         reply.reservation,
         reply.first_page,
         unpack_int32(reply.staging_slots),
+        call,
     )
 
 

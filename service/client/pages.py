@@ -30,11 +30,11 @@ class LeasedPages(Sequence[memoryview]):
     def __init__(self, attachment: Attachment, granted: Granted) -> None:
         self._attachment: Final = attachment
         self._granted: Final = granted
+        self._is_released = not granted.lease_id
         memory = attachment.memory
         views = [memory.page(slot) for slot in granted.slots]
         self._partial: Final = views.pop() if granted.partial_tokens else None
         self._views: Final = views
-        self._is_released = not granted.lease_id
 
     @property
     def num_tokens(self) -> int:
@@ -120,6 +120,11 @@ class LeasedPages(Sequence[memoryview]):
         if not self._attachment.memory.are_current(granted.slots, granted.generations):
             raise LeaseExpired("generation", "a page was given back under the lease; what was read is worth nothing")
 
+    def __del__(self) -> None:
+        # Dropped without being released: the next beat gives it back.
+        if not self._is_released:
+            self._attachment.abandoned.append(self._granted.call)
+
     def _end(self) -> list[int]:
         """Let go of the views; ids that are to be released."""
         for view in (*self._views, *([self._partial] if self._partial is not None else [])):
@@ -186,8 +191,8 @@ class ReservedPages(Sequence[memoryview]):
         self._attachment: Final = attachment
         self._prompt: Final = prompt
         self._reserved: Final = reserved
-        self._views: Final = [attachment.memory.staging_page(slot) for slot in reserved.staging_slots]
         self._is_ended = not reserved.reservation_id
+        self._views: Final = [attachment.memory.staging_page(slot) for slot in reserved.staging_slots]
 
     @property
     def outcome(self) -> Outcome:
@@ -212,6 +217,11 @@ class ReservedPages(Sequence[memoryview]):
 
     def __iter__(self) -> Iterator[memoryview]:
         return iter(self._views)
+
+    def __del__(self) -> None:
+        # Dropped without being ended: the next beat gives it back.
+        if not self._is_ended:
+            self._attachment.abandoned.append(self._reserved.call)
 
     def _finish(self) -> None:
         """The staging slots are not this reservation's any more."""

@@ -5,6 +5,8 @@ import mmap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
+from aiofiles.os import wrap
+
 from hicache.cache import Cache
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.node import Node
@@ -51,7 +53,8 @@ class AdminCalls:
             shown = await snapshot_of(self._cache)
         else:
             raise BadRequest("view", "says nothing")
-        text = json.dumps({**shown, "server": self._status(), **self._sessions.stats()}).encode()
+        # A large tree takes a while to write down: in a thread, so that others run meanwhile.
+        text = await wrap(_written)({**shown, "server": self._status(), **self._sessions.stats()})
         for start in range(0, len(text), PIECE_BYTES):
             yield pb.InspectPiece(json=text[start : start + PIECE_BYTES])
 
@@ -137,3 +140,7 @@ class AdminCalls:
         num_sessions = len(self._sessions)
         self._drain(request.within_ms / 1000)
         return pb.DrainReply(num_sessions=num_sessions)
+
+
+def _written(shown: dict[str, Any]) -> bytes:
+    return json.dumps(shown).encode()

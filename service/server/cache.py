@@ -9,7 +9,7 @@ from hicache.admissions import admission_named
 from hicache.cache import Cache
 from hicache.clock import Clock
 from hicache.errors import BadRequest
-from hicache.service.compose import open_nvme
+from hicache.service.building import open_nvme
 from hicache.service.config import ServeConfig
 from hicache.service.options import Options
 from hicache.tier import HOST, NVME, Tier, TierId

@@ -101,6 +101,16 @@ def test_a_session_that_never_attaches_is_dropped(tmp_path: Path) -> None:
         assert server.call(lambda inside: inside.sessions.ended) == {"it never attached": 1}
 
 
+def test_what_a_client_drops_is_given_back_with_its_next_beat(tmp_path: Path) -> None:
+    """C17: leases and reservations that nobody in the process has any more, and nobody released."""
+    with thread_server(tmp_path, times__lease_s=1.0) as server, connect(server.directory) as client:
+        store(client, range(2 * PAGE))
+        client.acquire(Prompt(NAMESPACE, range(2 * PAGE)))
+        client.reserve(Prompt(NAMESPACE, range(1000, 1000 + PAGE)))
+        server.until(lambda inside: _holds(inside) == (1, 0, 2), within_s=5.0)
+        assert check(client, range(2 * PAGE)) == 2 * PAGE
+
+
 def test_a_second_stream_of_a_session_is_refused_and_the_first_lives(tmp_path: Path) -> None:
     with thread_server(tmp_path) as server, connect(server.directory) as client:
         store(client, range(PAGE))
