@@ -110,8 +110,9 @@ class Tending(Running):
         return True
 
     def _cared_for(self, decision: Decision, match: Match) -> Decision:
-        """What hints and pins say of a match, added to what was decided about it."""
-        if not match.nodes:
+        """What hints and pins say of a match, added to what was decided about it. What another tenant says of pages
+        that it has published stays with it."""
+        if not match.nodes or match.owner != match.asked:
             return decision
         end, now, pages = match.nodes[-1], self.clock.monotonic(), 0
         pinned = {node for lease, _ in self._pins.values() for node in self.path(lease)}

@@ -154,6 +154,22 @@ def test_a_wrong_hint_is_named_and_changes_nothing(field: str, value: object) ->
     run_simulated(main, 0)
 
 
+def test_what_a_tenant_says_of_its_pages_is_not_told_to_others() -> None:
+    async def main(world: World) -> None:
+        async with opened(world) as setup:
+            cache = setup.cache
+            await run(setup, 1)
+            assert cache.publish(MODEL, prompt(1, 17)) == 16
+            cache.hint(MODEL, prompt(1, 17), priority=3, retain_s=60.0)
+            cache.pin_prefix(MODEL, prompt(1, 17))
+            mine, theirs = cache.explain(MODEL, prompt(1, 30)), cache.explain(OTHER, prompt(1, 30))
+            assert sum(tokens for _, tokens in theirs.cached) == 16
+            assert (mine.priority, mine.pinned_tokens) == (3, 16)
+            assert (theirs.priority, theirs.pinned_tokens, theirs.retained_s) == (0, 0, None)
+
+    run_simulated(main, 0)
+
+
 # -- pins -------------------------------------------------------------------------------------------------------------
 
 
