@@ -7,14 +7,14 @@ then nothing may be left.
 
 What is asserted, by the numbers of the reliability notes:
 
-    I10   a page that a step reads is the one that it asked for, each time it looks while others need its room
+    I10   a page that a step reads is the one that it asked for, each time it looks while others need its room (C06, C08)
     I11   whatever a tier offers is whole, byte for byte
-    I12   what a flush removed is not there again, whatever was on its way
-    I13   a page that NVMe did not take is in the tier that it came from, or gone: never said to be below
+    I12   what a flush removed is not there again, whatever was on its way (C07)
+    I13   a page that NVMe did not take is in the tier that it came from, or gone: never said to be below (C12)
     I26   with all tiers full, pinned and faulty, each request has its answer by its deadline
     I27   and none waits for ever: the loop would say that nothing can go on
     I28   once faults and pins are gone, requests find what was computed, within 5 seconds
-    I29   a request that is cancelled at any moment has given everything back
+    I29   a request that is cancelled at any moment, before its first step too, has given everything back (C20)
     I38   the counters are what the clients saw, and what is in the tiers and the tree
     I42   the same seed is the same run, event for event
 """
