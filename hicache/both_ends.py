@@ -169,8 +169,12 @@ class BothEnds:
             if self._is_ended:
                 cache.free({target: slots})
                 break
-            # Looked at again: the node may have been split, joined, or taken along by somebody else meanwhile.
-            node = self._piece(position, min(pages.stop, position + len(slots)))
+            # Looked at again: the node may have been split, joined, taken along by somebody else, or removed meanwhile.
+            try:
+                node = self._piece(position, min(pages.stop, position + len(slots)))
+            except NotResident:
+                cache.free({target: slots})
+                raise
             if not cache.wants(node, source, target):
                 cache.free({target: slots})
                 continue

@@ -363,6 +363,31 @@ def test_a_flush_takes_what_is_on_its_way_and_the_front_stays() -> None:
     run_simulated(main, 0)
 
 
+def test_what_is_forgotten_while_room_is_made_for_it_leaves_the_room_free() -> None:
+    async def main(world: World) -> None:
+        async with prepared(world) as setup:
+            # Room in the host has to be made by writing to the disk, which takes a while.
+            for document in range(2, 12):
+                await engine(setup).whole(prompt(document, 161), chunk_tokens=None)
+            taken = await setup.cache.allocate(DEVICE, setup.device.capacity_pages, deadline=world.monotonic() + 60)
+            setup.cache.free({DEVICE: taken})
+            held = setup.host.allocate(setup.host.num_free)
+            request = engine(setup)
+            sequence = await request.begin(TOKENS)
+            assert setup.nvme is not None
+            setup.nvme.bandwidth = LAYOUT.page_bytes / 1e-3
+            await asyncio.sleep(1e-3)
+            # Meanwhile somebody finds that the disk has lost it.
+            for node in setup.cache.tree.match(MODEL, int32(TOKENS)).nodes:
+                setup.cache.forget(node, NVME, 0)
+            await request.prefill(TOKENS)
+            assert request.num_computed == len(TOKENS)
+            sequence.close()
+            setup.cache.free({HOST: held})
+
+    run_simulated(main, 0)
+
+
 def test_a_late_or_closed_sequence_says_so() -> None:
     async def main(world: World) -> None:
         async with prepared(world, ratio=8.0) as setup:
