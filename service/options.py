@@ -81,6 +81,7 @@ class Options:
             ("nvme_min_free_bytes", nvme_min_free_bytes, 0),
             ("nvme_write_bytes_per_day", nvme_write_bytes_per_day, None),
             ("nvme_codec", nvme_codec, "none"),
+            ("admission", admission, ALWAYS),
         ):
             if nvme_dir is None and value != unused:
                 raise BadRequest(name, "is given together with nvme_dir")

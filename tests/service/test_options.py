@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "progress": [5, "x"],
     "layout": [None, "llama"],
     "policy": ["fifo", None],
+    "admission": ["never", None, 1, []],
     "tenant_quotas": [5, ["a"], {1: 0.5}, {"a": 0.6, "b": 0.6}],
     "write_policy": ["through", None],
     "exclusive": [1, "yes"],
@@ -60,7 +61,11 @@ def test_a_wrong_argument_is_named_and_nothing_is_made(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("nvme_min_free_bytes", 5), ("nvme_write_bytes_per_day", 1 << 30), ("nvme_codec", "lz4")]
+    ("name", "value"),
+    [
+        ("nvme_min_free_bytes", 5), ("nvme_write_bytes_per_day", 1 << 30), ("nvme_codec", "lz4"),
+        ("admission", "predicted"),
+    ],
 )
 def test_what_is_for_nvme_needs_a_directory(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="together with nvme_dir") as refused:
