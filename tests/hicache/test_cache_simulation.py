@@ -7,7 +7,7 @@ then nothing may be left.
 
 What is asserted, by the numbers of the reliability notes:
 
-    I10   a page that a step reads is the one that it asked for, each time it looks while others need its room (C06, C08)
+    I10   a page that a step reads is the one that it asked for, each time it looks while others want room (C06, C08)
     I11   whatever a tier offers is whole, byte for byte
     I12   what a flush removed is not there again, whatever was on its way (C07)
     I13   a page that NVMe did not take is in the tier that it came from, or gone: never said to be below (C12)
@@ -136,7 +136,11 @@ class Run:
         self.seen["cancelled"] += 1
         async with asyncio.TaskGroup() as group:
             child = group.create_task(self.request(namespace, tokens))
-            asyncio.get_running_loop().call_later(self.rng.choice([0.0, 0.0003, 0.003]), child.cancel)
+            after_s = self.rng.choice([None, 0.0, 0.0003, 0.003])
+            if after_s is None:
+                child.cancel()  # before its first step
+            else:
+                asyncio.get_running_loop().call_later(after_s, child.cancel)
 
     def hint(self, namespace: Namespace, tokens: list[int]) -> None:
         rng = self.rng
