@@ -1,5 +1,6 @@
 """Opens the tiers that a cache was asked for, and the cache over them: what the embedded cache consists of."""
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -80,26 +81,31 @@ async def build(options: Options) -> Parts:
             nvme = await wrap(open_nvme)(options, clock)
             await opened(nvme)
             tiers[NVME] = nvme
-        admission = None
-        if nvme is not None:
-            admission = admission_named(
-                options.admission,
-                nvme.capacity_pages,
-                page_size=layout.page_size,
-                pages_per_s=options.nvme_pages_per_s,
-            )
-        cache = Cache(
-            layout,
-            tiers,
-            clock=clock,
-            policy=options.policy,
-            tenant_quotas=options.tenant_quotas,
-            metadata_bytes=options.metadata_bytes,
-            admission=admission,
-            write_policy=options.write_policy,
-            exclusive=options.exclusive,
-            prefill=PrefillSpeeds() if options.prefill == "measure" else options.prefill,
-            progress=options.told("pages"),
-        )
+        cache = cache_over(options, tiers, clock)
         stack.pop_all()
         return Parts(cache, device, host, nvme)
+
+
+def cache_over(options: Options, tiers: Mapping[TierId, Tier], clock: Clock) -> Cache:
+    """The cache that `options` ask for, over tiers that are open. Raises `BadRequest`."""
+    nvme, admission = tiers.get(NVME), None
+    if nvme is not None:
+        admission = admission_named(
+            options.admission,
+            nvme.capacity_pages,
+            page_size=options.layout.page_size,
+            pages_per_s=options.nvme_pages_per_s,
+        )
+    return Cache(
+        options.layout,
+        tiers,
+        clock=clock,
+        policy=options.policy,
+        tenant_quotas=options.tenant_quotas,
+        metadata_bytes=options.metadata_bytes,
+        admission=admission,
+        write_policy=options.write_policy,
+        exclusive=options.exclusive,
+        prefill=PrefillSpeeds() if options.prefill == "measure" else options.prefill,
+        progress=options.told("pages"),
+    )

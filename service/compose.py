@@ -29,7 +29,7 @@ from hicache.policies import LRU
 from hicache.prefill import PrefillCurve
 from hicache.quotas import TenantQuotas
 from hicache.recovery import Recovery
-from hicache.service.building import Parts, build, open_nvme
+from hicache.service.building import Parts, build
 from hicache.service.options import Directories, Options, Progress
 from hicache.service.requests import DEFAULT_TIMEOUT_S, Prefetch, Sequence, Step
 from hicache.service.snapshot import snapshot_of, stats_of
@@ -43,7 +43,7 @@ CLOSE_TIMEOUT_S: Final = DRAIN_S + GRACE_S
 """How long `HiCache.close` waits for copies to end that cannot be stopped."""
 _log = logging.getLogger(__name__)
 
-__all__ = ["DEFAULT_TIMEOUT_S", "HiCache", "Prefetch", "Sequence", "Step", "open_nvme"]
+__all__ = ["DEFAULT_TIMEOUT_S", "HiCache", "Prefetch", "Sequence", "Step"]
 
 T = TypeVar("T")
 

@@ -5,11 +5,10 @@ from typing import Final, NamedTuple
 
 from aiofiles.os import wrap
 
-from hicache.admissions import admission_named
 from hicache.cache import Cache
 from hicache.clock import Clock
 from hicache.errors import BadRequest
-from hicache.service.building import open_nvme
+from hicache.service.building import cache_over, open_nvme
 from hicache.service.config import ServeConfig
 from hicache.service.options import Options
 from hicache.tier import HOST, NVME, Tier, TierId
@@ -68,26 +67,11 @@ async def open_cache(options: Options, clock: Clock) -> Served:
         host = await wrap(HostTier)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
         stack.push_async_callback(host.close)
         tiers: dict[TierId, Tier] = {HOST: host}
-        admission = None
         if options.nvme_dirs:
             # Last, because it alone leaves something behind.
             nvme = await wrap(open_nvme)(options, clock)
             stack.push_async_callback(nvme.close)
             tiers[NVME] = nvme
-            admission = admission_named(
-                options.admission, nvme.capacity_pages,
-                page_size=options.layout.page_size, pages_per_s=options.nvme_pages_per_s,
-            )  # fmt: skip
-        cache = Cache(
-            options.layout,
-            tiers,
-            clock=clock,
-            policy=options.policy,
-            tenant_quotas=options.tenant_quotas,
-            metadata_bytes=options.metadata_bytes,
-            admission=admission,
-            write_policy=options.write_policy,
-            exclusive=options.exclusive,
-        )
+        cache = cache_over(options, tiers, clock)
         stack.pop_all()
         return Served(cache, host)
