@@ -41,8 +41,6 @@ RESIZED_FROM: Final = 1 / 8
 """Relative change of what a tenant may keep from which its policy is told."""
 EMPTY_MAX: Final = 64
 """Tenants without a page whose policies, and what these remember, are kept."""
-
-
 _LEAST_QUOTA: Final = 0.5
 """Pages that a quota of none counts for: who has one holds too much with its first page."""
 
