@@ -3,21 +3,19 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
 from hicache.tools.terminal import Style, printable
 from hicache.tools.units import parse_bytes
 
 if TYPE_CHECKING:
-    from hicache.tools.replay.generators import Workload
     from hicache.tools.replay.machine import Machine
     from hicache.tools.replay.readers import Request
-    from hicache.tools.replay.report import Comparison, Load
+    from hicache.tools.replay.report import Comparison
 
 POLICIES: Final = ("lru", "slru", "s3-fifo", "lrfu", "value")
 WORKLOADS: Final = ("chat", "few-shot", "rag", "multi-turn")
@@ -26,8 +24,6 @@ ADMISSIONS: Final = ("always", "second-touch", "predicted")
 ROUTERS: Final = ("prefix", "round-robin")
 STEP_S: Final = 5e-3
 """Seconds that a step of the simulated engine costs beside its tokens."""
-TOTAL_BLOCKS_MAX: Final = 20_000_000
-"""Most blocks of a load, all prompts together: some 4 bytes each while it is replayed, 40 while MIN is worked out."""
 REQUESTS_MAX: Final = 10_000_000
 NODES_MAX: Final = 64
 PLOT_SUFFIXES: Final = (".svg", ".png")
@@ -111,9 +107,10 @@ def run(args: argparse.Namespace) -> int:
     from hicache.tools.replay import report
     from hicache.tools.replay.bound import min_hits
     from hicache.tools.replay.continued import goes_on
+    from hicache.tools.replay.loading import load as load_requests
     from hicache.tools.replay.run import replay
 
-    load, block_tokens, requests = _load(args)
+    load, block_tokens, requests = load_requests(args)
     machine = _machine(args, block_tokens, sizes, rates)
     hints = goes_on(requests, block_tokens) if args.hints else None
     total = machine.total_pages
@@ -261,82 +258,6 @@ def _machine(
     except BadRequest as problem:
         flag = "--" + problem.field.removesuffix("_pages").replace("_", "-")
         raise UsageProblem(f"{flag}: {problem.problem}") from None
-
-
-def _load(args: argparse.Namespace) -> "tuple[Load, int, list[Request]]":
-    """Read or make all requests: what is wrong is said before anything is shown. With them the tokens of a block."""
-    if args.synthetic is not None:
-        from hicache.tools.replay.generators import DEFAULT_REQUESTS, generate
-        from hicache.tools.replay.readers import DEFAULT_BLOCK
-
-        workload, block_tokens, seed = _workload(args), args.block or DEFAULT_BLOCK, args.seed or 0
-        made = generate(workload, seed=seed, num_requests=args.limit or DEFAULT_REQUESTS, block_tokens=block_tokens)
-        requests = _bounded(made, block_tokens)
-        return _describe(requests, args.synthetic, "synthetic", seed=seed), block_tokens, requests
-    from hicache.tools.replay.readers import SESSION_GAP_S, Trace
-
-    try:
-        trace = Trace(
-            args.trace, block_tokens=args.block, chunks=args.chunks, sort=args.sort, skip_bad=args.skip_bad,
-            session_gap_s=SESSION_GAP_S if args.session_gap is None else args.session_gap,
-        )  # fmt: skip
-        requests = _bounded(islice(trace, args.limit), trace.block_tokens)
-    except OSError as problem:
-        raise UsageProblem(f"{printable(str(args.trace))}: {problem.strerror or problem}") from None
-    if not requests:
-        raise UsageProblem(f"{printable(str(args.trace))}: there is no request in it")
-    load = _describe(requests, printable(args.trace.name, 60), trace.format, num_bad=trace.num_bad)
-    return load, trace.block_tokens, requests
-
-
-def _describe(
-    requests: "Sequence[Request]", name: str, kind: str, *, num_bad: int = 0, seed: int | None = None
-) -> "Load":
-    from hicache.tools.replay.report import Load
-
-    return Load(
-        name, kind, len(requests), sum(each.input_tokens for each in requests),
-        sum(len(each.blocks) for each in requests), sum(each.document_tokens for each in requests), num_bad, seed,
-    )  # fmt: skip
-
-
-def _bounded(requests: "Iterable[Request]", block_tokens: int) -> "list[Request]":
-    """The whole blocks of a load, which must not be too many."""
-    from hicache.tools.replay.readers import whole_blocks
-
-    kept, num_blocks = [], 0
-    for request in requests:
-        kept.append(whole_blocks(request, block_tokens))
-        num_blocks += len(request.blocks)
-        if num_blocks > TOTAL_BLOCKS_MAX:
-            raise UsageProblem(f"the load has more than {TOTAL_BLOCKS_MAX:,} blocks; --block makes them longer, "
-                               "--limit takes fewer requests")  # fmt: skip
-    return kept
-
-
-def _workload(args: argparse.Namespace) -> "Workload":
-    from dataclasses import asdict, replace
-
-    from hicache.errors import BadRequest
-    from hicache.tools.replay.generators import WORKLOADS as KNOWN
-
-    workload = KNOWN[args.synthetic]
-    numbers = asdict(workload)
-    changes: dict[str, Any] = {}
-    for each in args.numbers:
-        name, _, text = each.partition("=")
-        if name not in numbers:
-            listed = ", ".join(f"{known}={value:g}" for known, value in numbers.items())
-            raise UsageProblem(f"--set: unknown name {printable(name, 40)!r}; {args.synthetic} has {listed}")
-        try:
-            changes[name] = type(numbers[name])(text)
-        except ValueError:
-            kind = "a whole number" if isinstance(numbers[name], int) else "a number"
-            raise UsageProblem(f"--set: {name}: {printable(text, 40)!r} is not {kind}") from None
-    try:
-        return replace(workload, **changes)
-    except BadRequest as problem:
-        raise UsageProblem(f"--set: {problem}") from None
 
 
 # -- what is found out ------------------------------------------------------------------------------------------------
