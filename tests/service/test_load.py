@@ -119,8 +119,8 @@ def _load(server: ServerProcess, draw: random.Random) -> None:
 @pytest.mark.faults
 @pytest.mark.slow
 def test_clients_that_are_killed_and_stopped_at_random_cost_nobody_else(tmp_path: Path) -> None:
-    """I01, I10, I21, I23, I31: and once every part of the server has been at work, a further round takes nothing more of
-    the machine."""
+    """I01, I10, I21, I23, I31: and once every part of the server has been at work, a further round takes nothing more
+    of the machine."""
     draw = random.Random(SEED)
     options = [
         *arguments(host_pages=48, nvme__bytes=512 * LAYOUT.page_bytes, times__lease_s=1.0),
