@@ -53,15 +53,17 @@ class Sized(Protocol):
     def num_pages(self) -> int: ...
 
 
-def lineage_of(path: Sequence[Sized], marks: Sequence[Mark | None]) -> Lineage:
-    """The lineage of a prompt, from what is remembered of each of its parts, in order from its beginning."""
+def lineage_of(path: Sequence[Sized], marks: Sequence[Mark | None], *, unit: int = 1) -> Lineage:
+    """The lineage of a prompt, from what is remembered of each of its parts, in order from its beginning. With `unit`,
+    so many pages count as one."""
     num_known, turn, from_end = 0, 0, False
     for node, mark in zip(path, marks, strict=True):
         if mark is None:
             break
         num_known += node.num_pages
         turn, from_end = min(mark.turn + 1, TURNS_MAX), mark.ended
-    num_pages = sum([node.num_pages for node in path])
+    num_pages = -(-sum([node.num_pages for node in path]) // unit)
+    num_known = -(-num_known // unit)
     if num_known <= COMMON_PAGES:
         turn, from_end = 0, False
     return Lineage(num_pages, num_known, turn, from_end)

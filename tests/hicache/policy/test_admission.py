@@ -11,7 +11,8 @@ from hicache.errors import BadRequest
 from hicache.node import Node
 from hicache.policy.admission import AdmissionPolicy, AlwaysAdmission, SecondTouchAdmission, Verdict
 from hicache.policy.base import HearsHints, HearsShape, Hint, Use
-from hicache.policy.predicted import PRIOR_PAGES, PredictedAdmission
+from hicache.policy.predicted import PredictedAdmission
+from hicache.policy.returns import PRIOR_PAGES
 from hicache.tools.replay.blocks import block_node, block_root
 from hicache.tools.replay.two_tiers import OracleAdmission, TwoTiers
 
@@ -67,6 +68,16 @@ def test_predicting_keeps_more_than_waiting_and_writes_less_than_everything(seed
     assert hinted_found > 0.97 * oracle_found
     assert again_written < 1.1 * oracle_written
     assert max(written, hinted_written) < 1.65 * oracle_written < 0.75 * all_written
+
+
+def test_pages_may_be_judged_several_together() -> None:
+    """As they are where pages are small: with a record for four of them, what is kept and written is much the same."""
+    prompts = load(6)
+    all_found, all_written = kept(AlwaysAdmission(), prompts)
+    again_found, _ = kept(SecondTouchAdmission(stride=4), prompts)
+    found, written = kept(PredictedAdmission(capacity_pages=NVME, stride=4), prompts)
+    assert again_found < 0.75 * all_found < 0.88 * all_found < found
+    assert written < 0.75 * all_written
 
 
 @pytest.mark.parametrize("per_return", [0.0, 1.0, 1.3, 2.0])
