@@ -136,7 +136,7 @@ class ValuePolicy:
     def split(self, upper: Node, lower: Node) -> None:
         known = self._records.get(lower)
         if known is not None:
-            self._records.put(upper, _Record(known.turn, False, known.total, known.at, known.batch))
+            self._remember(upper, _Record(known.turn, False, known.total, known.at, known.batch))
 
     def joined(self, upper: Node, lower: Node) -> None:
         above, below = self._records.get(upper), self._records.get(lower)
@@ -178,7 +178,7 @@ class ValuePolicy:
             if batch is None:
                 batch = batches[index] = self._new_batch(now, index)
             batch.num_pages += node.num_pages
-            self._records.put(node, _Record(lineage.turn, ended, total, now, batch))
+            self._remember(node, _Record(lineage.turn, ended, total, now, batch))
             if node.box in self._listed:
                 self.discard(node)
                 self._list(node, batch)
@@ -249,6 +249,7 @@ class ValuePolicy:
     def _new_batch(self, at: int, index: int) -> _Batch:
         """An empty batch of the last use, or of one that is under way."""
         batch = _Batch(at, index)
+        untrack(batch)
         self._aging[0].append(batch)
         return batch
 
@@ -280,6 +281,10 @@ class ValuePolicy:
         num_pages = min(num_pages, batch.num_pages)
         batch.num_pages -= num_pages
         self._reuse.read(batch.index, batch.span, max(1, self._uses - batch.at), num_pages)
+
+    def _remember(self, node: Node, record: _Record) -> None:
+        untrack(record)  # there may be as many as pages
+        self._records.put(node, record)
 
     def _key(self, record: _Record) -> float:
         """What orders sums whenever they were taken."""
