@@ -241,8 +241,11 @@ def extend_variant(
     }
     is_float8 = stored != dtype
     if dtype == torch.float32:
-        num_warps, rows = (8, 32) if head_dim <= 64 else (4, 16)
-        return Variant({**constants, "BM": rows, "BN": 16}, num_warps=num_warps, num_stages=2)
+        if head_dim > 128:
+            return Variant({**constants, "BM": 16, "BN": 16}, num_warps=4, num_stages=2)
+        # An address of its own for each key or few takes the registers that a second stage would need.
+        num_stages = 1 if has_prefix and page_size < 16 and head_dim > 64 else 2
+        return Variant({**constants, "BM": 32, "BN": 16}, num_warps=8, num_stages=num_stages)
     if head_dim > 128:
         return Variant({**constants, "BM": 32 if is_float8 else 64, "BN": 32}, num_warps=8, num_stages=3)
     num_warps = 4 if head_dim <= 64 and not is_float8 else 8

@@ -100,8 +100,9 @@ def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True) -> For
     elements = DTYPES[case.dtype]
     if elements.is_float8 and not has_prefix:
         return None
+    page_size = case.page_size if has_prefix else 1
     variant = extend.extend_variant(
-        elements.query, elements.stored, case.head_dim, case.page_size, GROUP, has_prefix=has_prefix, has_new=has_new
+        elements.query, elements.stored, case.head_dim, page_size, GROUP, has_prefix=has_prefix, has_new=has_new
     )
     pointer = elements.query_pointer
     types = {"p_query": pointer, "p_indptr": "*i32", "p_output": pointer, "p_lse": "*fp32"}
