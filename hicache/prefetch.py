@@ -6,8 +6,8 @@ A prediction may be wrong, so its harm is bounded:
    it or anything below it, nothing pins it, and it was not used within the last `deadline - now` seconds. What was used
    within as long as the request may take to come is as likely to be wanted first.
 2. It takes no room that somebody waits for, and at most `max_pages` a call, a quarter of the host tier by default.
-3. It goes through the lane at `Priority.PREFETCH`, behind every demand that is not `age_s` younger, and has a quarter of
-   the batches that may be under way: so long may a demand have to wait.
+3. It goes through the lane at `Priority.PREFETCH`, behind every demand that is not `age_s` younger, and has a quarter
+   of the batches that may be under way: for these a demand may have to wait.
 4. It holds nothing: no lease, no pin beyond the copies that are under way. A page that was removed stays removed.
 
 A request that comes meanwhile hastens what is on its way for it and waits for that (`Cache.promote`). Those pages are
