@@ -99,6 +99,10 @@ class MemoryTier(ABC):
     def num_free(self) -> int:
         return self._pool.num_free
 
+    def counters(self) -> dict[str, int]:
+        """`slots.taken` and `slots.freed` since the tier was made. Any thread may call."""
+        return self._pool.counters()
+
     def allocate(self, num_pages: int) -> Slots:
         if self._closed:
             raise TierUnavailable(self.tier_id, "is closed")

@@ -5,6 +5,7 @@ Invariants (`SlotPool.check_integrity`):
 1. A slot is free or handed out, never both: `num_free` counts the free ones.
 2. `_block_free[b]` counts the free slots of block `b`, so a search looks only where something is.
 3. A generation never falls; it rises by one each time its slot is freed.
+4. `num_taken - num_freed` slots are handed out.
 
 One thread calls everything that changes (the event loop); `generation` may be read from any thread.
 """
@@ -48,6 +49,10 @@ class SlotPool:
         self.tier_id = tier_id
         self.capacity = capacity
         self._num_free = capacity
+        self.num_taken = 0
+        """Slots handed out so far, those of a restored pool included; each time counts."""
+        self.num_freed = 0
+        """Slots given back so far: `num_taken` less these are handed out now."""
         num_blocks = -(-capacity // _BLOCK)
         # Padded to whole blocks with slots that are never free, so that blocks are rows.
         self._free = np.zeros(num_blocks * _BLOCK, np.bool_)
@@ -73,6 +78,7 @@ class SlotPool:
         pool._free[allocated] = False
         pool._block_free[:] = pool._rows.sum(axis=1, dtype=np.int32)
         pool._num_free = int(pool._block_free.sum())
+        pool.num_taken = len(allocated)
         return pool
 
     @property
@@ -137,6 +143,7 @@ class SlotPool:
         self._free[slots] = False
         self._count(slots, -1)
         self._num_free -= num_pages
+        self.num_taken += num_pages
         self._hint = int(slots[-1]) + 1
         return slots
 
@@ -158,15 +165,22 @@ class SlotPool:
         self._generation[ordered] += 1
         self._count(ordered, 1)
         self._num_free += int(ordered.size)
+        self.num_freed += int(ordered.size)
         if not self._reuse_late:
             starts, lengths = _runs(ordered)
             self._hint = int(ordered[starts[int(np.argmax(lengths))]])
+
+    def counters(self) -> dict[str, int]:
+        """`slots.taken` and `slots.freed`, as `SupportsCounters` gives them."""
+        return {"slots.taken": self.num_taken, "slots.freed": self.num_freed}
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if an invariant at the head of this file does not hold."""
         counts = self._rows.sum(axis=1, dtype=np.int32)
         if not np.array_equal(counts, self._block_free) or int(counts.sum()) != self._num_free:
             raise AssertionError(f"{self.tier_id}: free counts and free slots disagree")
+        if self.num_taken - self.num_freed != self.capacity - self._num_free:
+            raise AssertionError(f"{self.tier_id}: slots taken and freed do not add up to those handed out")
         if bool(self._free[self.capacity :].any()):
             raise AssertionError(f"{self.tier_id}: a slot beyond the capacity is free")
 

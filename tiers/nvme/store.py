@@ -355,7 +355,7 @@ class NvmeTier:
         `read_layer.bytes` that callers were given; `write.device_bytes` that the device was (pages as they are stored,
         headers included), and `commit.log_bytes` for the logs; `commit.rounds`, `commit.logs`, `commit.lost` (pages
         that failed flushes took); `refused.budget` and `refused.floor`; `recovered.pages` and
-        `recovered.dropped.<reason>`."""
+        `recovered.dropped.<reason>`; `slots.taken`, those of recovered pages included, and `slots.freed`."""
         commits, recovery = self._commits, self.recovery
         counts = {
             "commit.rounds": commits.num_rounds,
@@ -365,6 +365,7 @@ class NvmeTier:
             "refused.budget": self._num_refused["budget"],
             "refused.floor": self._num_refused["floor"],
             "recovered.pages": recovery.num_pages,
+            **self._pool.counters(),
             **{f"recovered.dropped.{reason}": count for reason, count in recovery.dropped.items()},
         }
         return self._counters.snapshot() | {name: count for name, count in counts.items() if count}
