@@ -14,9 +14,8 @@ Three rules, on which the promises of the project rest:
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from itertools import takewhile
 from types import TracebackType
 from typing import Final, Self
 
@@ -247,23 +246,16 @@ class Cache(Promoting, Copying, Tending):
         shared = self._hearing.get(tier_id)
         return shared.pages_by_tenant() if shared is not None else {}
 
-    def tell_use(self, lease: Lease | None, found: Sequence[tuple[TierId, int]] | None = None) -> None:
+    def tell_use(self, lease: Lease | None) -> None:
         """A prompt was looked up and computed, of which the leased prefix is cached: the policies learn of it. Once a
-        request; the tree has been told of its recency before. `found` is where its pages were when it was looked up, as
-        in `Coverage.runs`."""
+        request; the tree has been told of its recency before."""
         if path := self.path(lease):
-            now = self.clock.monotonic()
-            for tier_id, policy in self._hearing.items():
-                policy.used(Use(path, now, None if found is None else self._found_pages(found, tier_id)))
+            use = Use(path, self.clock.monotonic())
+            for policy in self._hearing.values():
+                policy.used(use)
             if NVME in self.tiers:
-                self.writer.admission.used(Use(path, now))
+                self.writer.admission.used(use)
                 self.writing_through.published(path[-1])
-
-    def _found_pages(self, found: Sequence[tuple[TierId, int]], tier_id: TierId) -> int:
-        """Pages from the root on that a tier or a faster one had."""
-        slower = self._from(tier_id)[1:]
-        runs = takewhile(lambda run: run[0] not in slower, found)
-        return sum([num_tokens for _, num_tokens in runs]) // self.layout.page_size
 
     def prefetch(
         self, namespace: Namespace, tokens: npt.ArrayLike, *, deadline: float, max_pages: int | None = None

@@ -395,5 +395,5 @@ class Sequence(Opening):
         """The prompt was computed as far as it will be: a use, once. What is decoded afterwards is none."""
         if self._num_asked:
             self._num_asked = 0
-            self.cache.tell_use(self._lease, self._coverage.runs)
+            self.cache.tell_use(self._lease)
 

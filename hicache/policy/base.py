@@ -51,9 +51,6 @@ class Use:
     more recently than this."""
     now: float
     """Monotonic seconds."""
-    found_pages: int | None = None
-    """Pages, from the root on, that the policy's tier or a faster one had when the prompt was looked up; None where
-    nobody knows. By now the whole path may be in the fastest."""
 
 
 @runtime_checkable

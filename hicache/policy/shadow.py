@@ -54,7 +54,7 @@ class ShadowTier:
         if num_known < len(use.path):
             policy.add(mine[-1], now)
         if self._hears_uses is not None:
-            self._hears_uses.used(Use(mine, now, found))
+            self._hears_uses.used(Use(mine, now))
         return found
 
     def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:

@@ -129,7 +129,7 @@ class DataCalls:
                 path = cache.path(lease)
                 if path:
                     cache.writing_through.used(path[-1])
-                    cache.tell_use(lease, coverage.runs)
+                    cache.tell_use(lease)
                     reply = self._lend(session, lease, path, request)
                     if reply is None:
                         cache.release(lease)

@@ -73,7 +73,7 @@ class BlockCache:
         if found < len(path):
             policy.add(path[-1], now)
         if self._uses is not None and path:
-            self._uses.used(Use(path, now, found))
+            self._uses.used(Use(path, now))
         if self._hints is not None and path and returns is not None:
             self._hints.hinted(path, Hint(returns=returns), now)
         while len(nodes) > self._capacity:

@@ -88,7 +88,7 @@ class Chain:
 
     def use(self, *path: Node) -> None:
         self.now += 1.0
-        self._policy.used(Use(path, self.now, 0))
+        self._policy.used(Use(path, self.now))
 
 
 def order_of(policy: ValuePolicy) -> list[Node]:
