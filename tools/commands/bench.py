@@ -81,6 +81,14 @@ def _policy(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: policy.run(report, note, plan)
 
 
+def _service(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import service
+
+    plan = service.Plan(args.dir, args.scale)
+    service.check(plan)
+    return lambda report, note: service.run(report, note, plan)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
     "movers": Bench("copies that hide behind computing, are asked for early, and are given up", _movers),
@@ -88,6 +96,7 @@ BENCHES: Final = {
     "restart": Bench("how long until a cache that was killed is warm again", _restart),
     "policy": Bench("what eviction keeps of real workloads, beside LRU, S3-FIFO, LRFU and MIN", _policy),
     "attention": Bench("attention over a context larger than its device tier, and over some of its pages", _attention),
+    "service": Bench("what the sidecar costs beside a bare gRPC echo, and beside memcpy", _service),
     "codec": Bench("codecs on real KV: how small, how exact, how fast, and when they pay", _codec),
 }
 
