@@ -25,7 +25,7 @@ MAX_HISTORIES = 100
 class SkippedCompare(HiRadixTree):
     """Trusts the first page of a run and never compares the rest."""
 
-    def _descend(self, root: Root, raw: memoryview | bytes, num_bytes: int) -> tuple[list[Node], int, int]:
+    def _descend(self, root: Node, raw: memoryview | bytes, num_bytes: int) -> tuple[list[Node], int, int]:
         path, position, inside = super()._descend(root, raw, num_bytes)
         if path and inside < path[-1]._num_pages:
             whole = min(path[-1]._num_pages, inside + (num_bytes - position) // self._page_bytes)
