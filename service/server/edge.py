@@ -21,6 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
 from hicache.service.errors import LimitReached, ServerFailure, UnknownSession, to_wire
+from hicache.service.metrics import CallTimes
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
 from hicache.service.wire import ERROR_METADATA, OVERHEAD_BYTES, TOKEN_METADATA, parse
@@ -58,11 +59,13 @@ Streaming = Callable[[Call, Any], AsyncIterator[Message]]
 class Edge:
     """The edge of one service. Belongs to the event loop."""
 
-    def __init__(self, clock: Clock, *, max_call_s: float, sessions: Sessions | None) -> None:
-        """`sessions`: where tokens are looked up; None for a service whose calls carry none."""
+    def __init__(self, clock: Clock, *, max_call_s: float, sessions: Sessions | None, times: CallTimes) -> None:
+        """`sessions`: where tokens are looked up; None for a service whose calls carry none. `times`: where calls are
+        counted, but for a session's stream."""
         self._clock: Final = clock
         self._max_call_s: Final = max_call_s
         self._sessions: Final = sessions
+        self._times: Final = times
 
     def handler(self, service: ServiceDescriptor, calls: object) -> grpc.GenericRpcHandler:
         """The service as gRPC takes it. `calls` has for each method a coroutine function (or, for one that streams, an
@@ -78,14 +81,14 @@ class Edge:
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._stream(call))
         if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._unary_stream(kind, call))
-        return grpc.unary_unary_rpc_method_handler(self._unary(kind, call))
+            return grpc.unary_stream_rpc_method_handler(self._unary_stream(method.name, kind, call))
+        return grpc.unary_unary_rpc_method_handler(self._unary(method.name, kind, call))
 
-    def _unary(self, kind: type[Message], answer: Unary) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    def _unary(self, name: str, kind: type[Message], answer: Unary) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(data: bytes, context: Context) -> bytes:
             remaining = self._remaining(context)
             try:
-                with self._admitted(context, remaining) as call:
+                with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
                         return (await answer(call, parse(kind, data))).SerializeToString()
             except Exception as error:
@@ -95,12 +98,12 @@ class Edge:
         return handle
 
     def _unary_stream(
-        self, kind: type[Message], answer: Streaming
+        self, name: str, kind: type[Message], answer: Streaming
     ) -> Callable[[bytes, Context], AsyncIterator[bytes]]:
         async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
             remaining = self._remaining(context)
             try:
-                with self._admitted(context, remaining) as call:
+                with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
                         async for reply in answer(call, parse(kind, data)):
                             yield reply.SerializeToString()
@@ -126,6 +129,19 @@ class Edge:
         """Seconds that the call has."""
         given = context.time_remaining()
         return self._max_call_s if given is None else max(0.0, min(given, self._max_call_s))
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Count how long the block took, and how it ended; left by a cancellation means that nobody waits any more."""
+        began, code = self._clock.monotonic(), grpc.StatusCode.CANCELLED
+        try:
+            yield
+            code = grpc.StatusCode.OK
+        except Exception as error:
+            code, _ = to_wire(_known(error) or ServerFailure("has a bug"))
+            raise
+        finally:
+            self._times.note(name, code.name, self._clock.monotonic() - began)
 
     @contextmanager
     def _admitted(self, context: Context, remaining: float) -> Iterator[Call]:
@@ -155,16 +171,22 @@ async def _refuse(context: Context, error: Exception) -> None:
     """End the call with the status of an error. Raises what gRPC's `abort` does."""
     if isinstance(error, grpc.aio.AbortError):
         return
-    if isinstance(error, TimeoutError) and not isinstance(error, HicacheError):
-        error = DeadlineExceeded("the call reached its deadline")
-    if not isinstance(error, HicacheError):
+    known = _known(error)
+    if known is None:
         number = secrets.token_hex(4)
         _log.error("a call failed, number %s", number, exc_info=error)
-        error = ServerFailure(f"the server has logged it as number {number}")
-    status, message = to_wire(error)
+        known = ServerFailure(f"the server has logged it as number {number}")
+    status, message = to_wire(known)
     # gRPC's details are one line of a header, in which only printable ASCII is safe.
     details = message.problem.encode("ascii", "replace").decode()
     await context.abort(status, details, ((ERROR_METADATA, message.SerializeToString()),))
+
+
+def _known(error: Exception) -> HicacheError | None:
+    """An error in the project's words; None for one that nobody expects."""
+    if isinstance(error, HicacheError):
+        return error
+    return DeadlineExceeded("the call reached its deadline") if isinstance(error, TimeoutError) else None
 
 
 def options(max_tokens: int) -> Sequence[tuple[str, int]]:

@@ -21,20 +21,24 @@ from typing import Any, Final
 
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Metric
 
 import hicache
 from hicache.clock import SystemClock
 from hicache.errors import TierUnavailable
 from hicache.service import wire
 from hicache.service.config import ServeConfig
+from hicache.service.metrics import CallTimes, families
 from hicache.service.server.admin import AdminCalls
 from hicache.service.server.cache import Served, open_cache, options_of
 from hicache.service.server.data import DataCalls
 from hicache.service.server.edge import Edge, options
 from hicache.service.server.health import HealthServer, Progress
 from hicache.service.server.hello import HelloServer
+from hicache.service.server.metrics import MetricsServer
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
+from hicache.service.snapshot import stats_of
 from hicache.service.sockets import SocketDirectory
 
 POLL_S: Final = 0.05
@@ -54,7 +58,9 @@ _log = logging.getLogger(__name__)
 class Server:
     """A running server. Made by `serving`; belongs to its loop."""
 
-    def __init__(self, config: ServeConfig, served: Served, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, config: ServeConfig, served: Served, tasks: asyncio.TaskGroup, metrics: MetricsServer | None
+    ) -> None:
         self.config: Final = config
         self.clock: Final = served.cache.clock
         self.cache: Final = served.cache
@@ -62,6 +68,9 @@ class Server:
         self.storing: Final = Storing(served.cache, served.host, self.sessions, self._start)
         self.stopping: Final = asyncio.Event()
         """Set when the server is to stop."""
+        self.call_times: Final = CallTimes()
+        self.metrics: Final = metrics
+        """Where metrics are served, if that was asked for."""
         self._tasks: Final = tasks
         self._own: Final[set[asyncio.Task[None]]] = set()
         self._began: Final = self.clock.monotonic()
@@ -82,7 +91,7 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The server of itself, JSON-able: "version", "protocol", "boot_id" (hex), "pid", "up_s", "commits",
-        "bytes_stored"."""
+        "bytes_stored", "metrics_port" (or null)."""
         return {
             "version": hicache.__version__,
             "protocol": wire.PROTOCOL,
@@ -91,7 +100,19 @@ class Server:
             "up_s": self.clock.monotonic() - self._began,
             "commits": self.storing.num_commits,
             "bytes_stored": self.storing.bytes_stored,
+            "metrics_port": self.metrics.port if self.metrics is not None else None,
         }
+
+    def measured(self) -> list[Metric]:
+        """All metrics, as they are now."""
+        return families(
+            stats_of(self.cache),
+            self.status(),
+            self.sessions.stats(),
+            calls=self.call_times,
+            leases=self.sessions.lease_times,
+            layout=self.cache.layout,
+        )
 
     async def finish(self) -> None:
         """The first phase of a stop, to its end or its deadline."""
@@ -121,14 +142,19 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
     async with AsyncExitStack() as stack:
         directory = SocketDirectory(config.socket_dir)
         stack.callback(directory.close)
+        metrics = None
+        if config.metrics_port is not None:
+            metrics = MetricsServer(config.metrics_port)
+            stack.callback(metrics.close)
         served = await open_cache(opened_with, clock)
         await stack.enter_async_context(served.cache)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        server = Server(config, served, tasks)
+        server = Server(config, served, tasks, metrics)
         stack.callback(server.storing.close)
 
         data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions)
-        edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions)
+        times = server.call_times
+        edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times)
         calls = DataCalls(server.cache, server.sessions, server.storing)
         data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
         await _listen(data, directory / wire.DATA_SOCKET)
@@ -137,7 +163,7 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
         admin = _grpc_server(config, MAX_ADMIN_CALLS)
         owners = AdminCalls(server.cache, server.sessions, server.storing, status=server.status, drain=server.stop)
         admin.add_generic_rpc_handlers((
-            Edge(clock, max_call_s=config.times.max_call_s, sessions=None).handler(wire.ADMIN, owners),
+            Edge(clock, max_call_s=config.times.max_call_s, sessions=None, times=times).handler(wire.ADMIN, owners),
         ))
         reflection.enable_server_reflection((wire.ADMIN.full_name, wire.CACHE.full_name), admin)
         await _listen(admin, directory / wire.ADMIN_SOCKET)
@@ -149,7 +175,10 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
             has_nvme=bool(config.nvme_dirs),
             is_accepting=lambda: not server.sessions.is_draining,
         )
-        for watching in (progress.watch(), server.sessions.watch()):
+        watches: list[Coroutine[Any, Any, Any]] = [progress.watch(), server.sessions.watch()]
+        if metrics is not None:
+            watches.append(metrics.run(server.measured))
+        for watching in watches:
             stack.callback(tasks.create_task(watching).cancel)
         health = HealthServer(directory / wire.HEALTH_SOCKET, progress, clock)
         stack.callback(health.close)

@@ -45,6 +45,8 @@ class Lent:
     """Keep pages in place in the arena; none for a lease that keeps them in the cache alone."""
     num_pages: int
     """Pages kept in place."""
+    began: float = 0.0
+    """Monotonic seconds at which the session was given it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,12 +14,14 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final, NoReturn
 
 from hicache.cache import Cache
 from hicache.errors import LeaseExpired
 from hicache.service.config import Limits, Times
 from hicache.service.errors import Draining, LimitReached, UnknownSession
+from hicache.service.metrics import LEASE_BOUNDS_S, Histogram
 from hicache.service.server.boot import Boot
 from hicache.service.server.naming import Names
 from hicache.service.server.session import Lent, Reservation, Session
@@ -51,6 +53,8 @@ class Sessions:
         """Sessions since the start."""
         self.ended: Final[dict[str, int]] = {}
         """How many ended for which reason."""
+        self.lease_times: Final = Histogram(LEASE_BOUNDS_S)
+        """How long leases were held that were given back."""
         self.max_pages: Final = max(1, int(cache.tiers[HOST].capacity_pages * limits.leased_share))
         """Arena pages that one session may keep in place."""
         self._by_key: Final[dict[bytes, Session]] = {}
@@ -165,6 +169,7 @@ class Sessions:
         """Give a lease to the session, which must not have ended; the lease's id. `call` is the client's own number of
         the call, 0 for none."""
         number = self.boot.next_id()
+        lent.began = self.cache.clock.monotonic()
         session.leases[number] = lent
         session.num_pages += lent.num_pages
         self._note_call(session, call, number)
@@ -207,6 +212,7 @@ class Sessions:
         """Give one lease or reservation back; False if the session has none of that id."""
         if (lent := session.leases.pop(number, None)) is not None:
             session.num_pages -= lent.num_pages
+            self.lease_times.note(self.cache.clock.monotonic() - lent.began)
             self.give_back(lent)
             return True
         with suppress(LeaseExpired):
@@ -232,7 +238,7 @@ class Sessions:
     def stats(self) -> dict[str, Any]:
         """The sessions as JSON-able values: "draining", "begun", "ended" (by reason), and "sessions", each with its
         "session", "tenant", "name", "pid", "attached", "silent_s", "calls", "leases", "reservations", "pages" (kept in
-        place), "staging_bytes" and "namespaces"."""
+        place), "oldest_lease_s" (0 without leases), "staging_bytes" and "namespaces"."""
         now = self.cache.clock.monotonic()
         return {
             "draining": self.is_draining,
@@ -250,6 +256,8 @@ class Sessions:
                     "leases": len(session.leases),
                     "reservations": len(session.reservations),
                     "pages": session.num_pages,
+                    # They are in the order in which they were given.
+                    "oldest_lease_s": max([0.0, *(now - lent.began for lent in islice(session.leases.values(), 1))]),
                     "staging_bytes": session.staging.num_slots * session.staging.stride if session.staging else 0,
                     "namespaces": len(session.namespaces),
                 }

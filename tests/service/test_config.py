@@ -33,7 +33,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
         "limits__max_sessions": 3, "limits__max_calls": 4, "limits__max_calls_per_session": 5, "limits__max_tokens": 6,
         "limits__max_namespaces": 7, "limits__max_handles": 8, "limits__max_leases": 9, "limits__leased_share": 0.25,
         "limits__staging_bytes": "1k", "limits__total_staging_bytes": "2k", "times__lease_s": 1, "times__attach_s": 0.5,
-        "times__max_call_s": 2, "times__drain_s": 3,
+        "times__max_call_s": 2, "times__drain_s": 3, "metrics__port": 9464,
     }  # fmt: skip
     config = ServeConfig.checked(settings(tmp_path, **values))
     assert {key.replace("__", ".") for key in values} == set(KEYS) - set(REQUIRED) - {"socket_dir"}
@@ -41,6 +41,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     assert (config.nvme_bytes, config.nvme_write_bytes_per_day) == (1 << 30, 10**12)
     assert (config.limits.max_handles, config.limits.leased_share, config.limits.staging_bytes) == (8, 0.25, 1024)
     assert (config.times.lease_s, config.times.attach_s) == (1.0, 0.5)
+    assert config.metrics_port == 9464
     options = options_of(config)
     assert (options.policy, options.admission, options.write_policy.value) == ("value", "second-touch", "write-through")
 
