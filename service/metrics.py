@@ -111,6 +111,7 @@ def families(
         *_of_tree(stats, layout.page_size),
         *_of_server(server),
         *_of_sessions(sessions),
+        *_of_engines(sessions["work"], sessions["saved_s"]),
         _histogram("hicache_lease_seconds", "How long leases were held that were given back", [((), leases)]),
         _histogram(
             "hicache_call_seconds", "How long calls took, until the server had answered", calls, ("method", "code")
@@ -261,6 +262,20 @@ def _of_sessions(told: Mapping[str, Any]) -> list[Metric]:
         _gauge("hicache_reservations", "Reservations that sessions hold", total("reservations")),
         _gauge("hicache_leased_pages", "Arena pages that both keep in place", total("pages")),
         _gauge("hicache_staging_bytes", "Staging memory of all sessions", total("staging_bytes")),
+    ]  # fmt: skip
+
+
+def _of_engines(work: Mapping[str, Any], saved_s: float) -> list[Metric]:
+    """Of what sessions report, so 0 where none does. Throughput is the rate of tokens by the rate of seconds."""
+    return [
+        _count("hicache_prefill_saved_seconds", "Prefill of what was lent, at the speeds that engines report; what "
+               "lending took is in hicache_call_seconds", saved_s),
+        _count("hicache_engine_queue_waits", "Requests that left the engines' queues", work["queue_waits"]),
+        _count("hicache_engine_queue_wait_seconds", "How long they had waited", work["queue_wait_s"]),
+        _count("hicache_engine_prefill_tokens", "Tokens of prompts that engines computed", work["prefill_tokens"]),
+        _count("hicache_engine_prefill_seconds", "How long that took", work["prefill_s"]),
+        _count("hicache_engine_decode_tokens", "Tokens that engines generated", work["decode_tokens"]),
+        _count("hicache_engine_decode_seconds", "How long that took", work["decode_s"]),
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from hicache.service.client.client import Client, connect
 from hicache.service.client.pages import AsyncLease, AsyncReservation, Lease, Reservation
 from hicache.service.client.prompt import Prompt
 from hicache.service.client.results import Committed, Durability, Lookup, Outcome, Pinned, Prefetched
+from hicache.service.work import EngineWork
 
 __all__ = [
     "AsyncClient",
@@ -29,6 +30,7 @@ __all__ = [
     "Client",
     "Committed",
     "Durability",
+    "EngineWork",
     "Lease",
     "Lookup",
     "Outcome",

@@ -23,6 +23,7 @@ from hicache.service.client.results import Committed, Durability, Lookup, Pinned
 from hicache.service.client.transport import AsyncGrpcTransport, AsyncTransport
 from hicache.service.errors import UnknownSession, Unreachable
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.work import EngineWork
 
 T = TypeVar("T")
 
@@ -121,6 +122,12 @@ class AsyncClient:
         """See `Client.hint`."""
         message = calls.make_hint(priority, retain_s, expected_return_s, returns)
         return await self._run(lambda attachment: calls.hint(attachment, prompt, message), timeout_s)
+
+    def report(self, work: EngineWork) -> None:
+        """See `Client.report`. Does not wait."""
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.report(work)
 
     @property
     def durable_sequence(self) -> int:

@@ -31,9 +31,12 @@ from hicache.service.client.results import (
 from hicache.service.errors import UnknownHandle
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.wire import unpack_int32, unpack_int64
+from hicache.service.work import EngineWork
 
 MAX_ABANDONED: Final = 4096
 """Abandoned calls that one beat may name."""
+MAX_WORK: Final = 4096
+"""Reports of an engine that wait for the next beat; where there are more, the oldest are lost."""
 _NUMBERS: Final = count(1)
 
 T = TypeVar("T")
@@ -65,6 +68,8 @@ class Attachment:
     """Promises of durability that were not kept."""
     abandoned: deque[int] = field(default_factory=deque)
     """Calls whose reply never came: what they were lent is given back with the next beat."""
+    work: deque[EngineWork] = field(default_factory=lambda: deque(maxlen=MAX_WORK))
+    """What is to be told of the engine with the next beat."""
     is_draining: bool = False
     is_over: bool = False
     """The session has ended, or its server has."""
@@ -74,7 +79,17 @@ class Attachment:
         beat = pb.Beat()
         while self.abandoned and len(beat.abandoned) < MAX_ABANDONED:
             beat.abandoned.append(self.abandoned.popleft())
+        if self.work:
+            total = EngineWork()
+            while self.work:
+                total += self.work.popleft()
+            beat.work.CopyFrom(total.to_message())
         return beat
+
+    def report(self, work: EngineWork) -> None:
+        """Tell with the next beat what the engine has done. Raises `BadRequest`. Any thread may call."""
+        work.check()
+        self.work.append(work)
 
     @contextmanager
     def numbered(self) -> Iterator[int]:

@@ -20,6 +20,7 @@ from hicache.service.client.transport import GrpcTransport, Transport
 from hicache.service.errors import UnknownSession, Unreachable
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.sockets import default_directory
+from hicache.service.work import EngineWork
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 """How long a call may take."""
@@ -157,6 +158,14 @@ class Client:
         before it (below 0). Returns how many tokens of it are cached: the hint is about these."""
         message = calls.make_hint(priority, retain_s, expected_return_s, returns)
         return self._run(lambda attachment: calls.hint(attachment, prompt, message), timeout_s)
+
+    def report(self, work: EngineWork) -> None:
+        """Say what the engine has done since the last report, for the server's metrics: how long requests waited, and
+        how fast prompts are computed, from which the server tells what its hits have saved. Sent with the next beat;
+        what a session has not sent when it ends is lost. Does not wait. Raises `BadRequest`."""
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.report(work)
 
     @property
     def durable_sequence(self) -> int:

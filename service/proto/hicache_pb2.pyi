@@ -155,10 +155,28 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[int] = ..., token: _Optional[bytes] = ..., session_id: _Optional[int] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., slot_stride: _Optional[int] = ..., arena_slots: _Optional[int] = ..., staging_slots: _Optional[int] = ..., attach_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_leases: _Optional[int] = ..., max_leased_pages: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("abandoned",)
+    __slots__ = ("abandoned", "work")
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     abandoned: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, abandoned: _Optional[_Iterable[int]] = ...) -> None: ...
+    work: EngineWork
+    def __init__(self, abandoned: _Optional[_Iterable[int]] = ..., work: _Optional[_Union[EngineWork, _Mapping]] = ...) -> None: ...
+
+class EngineWork(_message.Message):
+    __slots__ = ("queue_waits", "queue_wait_us", "prefill_tokens", "prefill_us", "decode_tokens", "decode_us")
+    QUEUE_WAITS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_US_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_US_FIELD_NUMBER: _ClassVar[int]
+    queue_waits: int
+    queue_wait_us: int
+    prefill_tokens: int
+    prefill_us: int
+    decode_tokens: int
+    decode_us: int
+    def __init__(self, queue_waits: _Optional[int] = ..., queue_wait_us: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., prefill_us: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_us: _Optional[int] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("boot_id", "durable_sequence", "lost", "draining")

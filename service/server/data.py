@@ -19,6 +19,7 @@ from hicache.service.server.session import Lent, Session, Tokens
 from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.wire import parse
+from hicache.service.work import EngineWork
 from hicache.tier import HOST, NVME
 from hicache.tree import Match, Partial
 
@@ -63,6 +64,8 @@ class DataCalls:
         async for data in beats:
             beat = parse(pb.Beat, data)
             session.last_heard = self._cache.clock.monotonic()
+            if beat.HasField("work"):
+                self._sessions.note_work(session, EngineWork.of_message(beat.work))
             if len(beat.abandoned) > MAX_ABANDONED:
                 raise LimitReached(f"{len(beat.abandoned)} calls are more than {MAX_ABANDONED}", field="abandoned")
             for call in beat.abandoned:
@@ -134,6 +137,7 @@ class DataCalls:
                     if reply is None:
                         cache.release(lease)
                         return pb.AcquireReply(first_page=request.first_page, cut_short=cut_short or reason)
+                    sessions.note_lent(session, reply.num_tokens - request.first_page * page_size)
                     reply.cut_short = reason
                     if reply.num_tokens < match.num_tokens:
                         reply.cut_short = cut_short or pb.REASON_NO_ROOM

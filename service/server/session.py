@@ -13,6 +13,7 @@ from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.service.server.promises import Promises
 from hicache.service.server.staging import Staging
+from hicache.service.work import EngineWork
 from hicache.tier import Slots
 
 Tokens = npt.NDArray[np.int32]
@@ -108,6 +109,8 @@ class Session:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the stream has something to tell."""
     pidfd: int = -1
+    work: EngineWork = field(default_factory=EngineWork)
+    """What its engine says that it has done."""
     promises: Promises = field(init=False)
 
     def __post_init__(self) -> None:

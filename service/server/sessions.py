@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final, NoReturn
 
@@ -27,6 +28,7 @@ from hicache.service.server.naming import Names
 from hicache.service.server.session import Lent, Reservation, Session
 from hicache.service.server.staging import Staging
 from hicache.service.wire import TOKEN_BYTES
+from hicache.service.work import EngineWork
 from hicache.tier import HOST
 
 TICK_S: Final = 0.2
@@ -55,6 +57,10 @@ class Sessions:
         """How many ended for which reason."""
         self.lease_times: Final = Histogram(LEASE_BOUNDS_S)
         """How long leases were held that were given back."""
+        self.work = EngineWork()
+        """What all engines say that they have done."""
+        self.saved_s = 0.0
+        """How long computing what was lent would have taken, where an engine has said how fast it is."""
         self.max_pages: Final = max(1, int(cache.tiers[HOST].capacity_pages * limits.leased_share))
         """Arena pages that one session may keep in place."""
         self._by_key: Final[dict[bytes, Session]] = {}
@@ -235,15 +241,30 @@ class Sessions:
             session.staging.free(reservation.staging_slots)
         self.cache.release(reservation.lease)
 
+    # -- what engines report --------------------------------------------------------------------------------------
+
+    def note_work(self, session: Session, work: EngineWork) -> None:
+        """The session's engine has done something."""
+        session.work += work
+        self.work += work
+
+    def note_lent(self, session: Session, num_tokens: int) -> None:
+        """The session need not compute so many tokens."""
+        if session.work.prefill_tokens:
+            self.saved_s += num_tokens * session.work.prefill_s / session.work.prefill_tokens
+
     def stats(self) -> dict[str, Any]:
-        """The sessions as JSON-able values: "draining", "begun", "ended" (by reason), and "sessions", each with its
-        "session", "tenant", "name", "pid", "attached", "silent_s", "calls", "leases", "reservations", "pages" (kept in
-        place), "oldest_lease_s" (0 without leases), "staging_bytes" and "namespaces"."""
+        """The sessions as JSON-able values: "draining", "begun", "ended" (by reason), "work" (the fields of
+        `EngineWork`, all sessions since the start), "saved_s" (prefill that hits have saved), and "sessions", each with
+        its "session", "tenant", "name", "pid", "attached", "silent_s", "calls", "leases", "reservations", "pages" (kept
+        in place), "oldest_lease_s" (0 without leases), "staging_bytes" and "namespaces"."""
         now = self.cache.clock.monotonic()
         return {
             "draining": self.is_draining,
             "begun": self.num_begun,
             "ended": dict(self.ended),
+            "work": asdict(self.work),
+            "saved_s": self.saved_s,
             "sessions": [
                 {
                     "session": session.number,

@@ -4,6 +4,7 @@ import http.client
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.errors import BadRequest
 from hicache.residency import Residency
-from hicache.service.client import Client, Durability, Prompt, connect
+from hicache.service.client import Client, Durability, EngineWork, Prompt, connect
 from hicache.service.errors import LimitReached
 from hicache.service.metrics import Histogram
 from hicache.service.server import metrics as endpoint
@@ -164,6 +165,48 @@ def test_calls_are_counted_by_how_they_end(tmp_path: Path) -> None:
     assert value(values, "hicache_call_seconds_count", method="Acquire", code="OK") == 1
     assert value(values, "hicache_call_seconds_count", method="Acquire", code="RESOURCE_EXHAUSTED") == 1
     assert value(values, "hicache_lookups_total") == 1, "what is refused at once asks for nothing"
+
+
+def test_engines_report_their_work_and_hits_save_prefill(tmp_path: Path) -> None:
+    work = EngineWork(
+        queue_waits=2, queue_wait_s=0.5, prefill_tokens=1000, prefill_s=2.0, decode_tokens=30, decode_s=1.5
+    )
+    with thread_server(tmp_path, times__lease_s=1.0, metrics__port=0) as server, connect(server.directory) as client:
+        store(client, range(4 * PAGE))
+        client.acquire(Prompt(NAMESPACE, range(4 * PAGE))).release()
+        assert value(measured(server), "hicache_prefill_saved_seconds_total") == 0, "nobody has said how fast it is"
+        client.report(work)
+        client.report(work)
+        server.until(lambda inside: inside.sessions.work.queue_waits == 4, within_s=WAIT_S)
+        client.acquire(Prompt(NAMESPACE, range(4 * PAGE))).release()
+        client.acquire(Prompt(NAMESPACE, range(4 * PAGE)), first_page=3).release()
+        values = measured(server)
+        for field in ("queue_waits", "prefill_tokens", "decode_tokens"):
+            assert value(values, f"hicache_engine_{field}_total") == 2 * getattr(work, field)
+        assert value(values, "hicache_engine_queue_wait_seconds_total") == 1.0
+        assert value(values, "hicache_engine_prefill_seconds_total") == 4.0
+        assert value(values, "hicache_engine_decode_seconds_total") == 3.0
+        # 2 ms a token: 64 tokens, and the 16 that were not the caller's already.
+        assert value(values, "hicache_prefill_saved_seconds_total") == pytest.approx(0.002 * (4 + 1) * PAGE)
+
+
+@pytest.mark.parametrize("work", [
+    EngineWork(queue_waits=-1), EngineWork(prefill_tokens=1 << 41), EngineWork(prefill_s=-0.5),
+    EngineWork(decode_s=float("nan")), EngineWork(queue_wait_s=1e10),
+])  # fmt: skip
+def test_what_an_engine_cannot_have_done_is_refused(work: EngineWork) -> None:
+    (field,) = [name for name, each in asdict(work).items() if each != 0]
+    with pytest.raises(BadRequest, match=field):
+        work.check()
+
+
+def test_a_session_that_reports_nonsense_is_ended(server: ThreadServer) -> None:
+    with connect(server.directory) as client:
+        assert client._attachment is not None
+        client._attachment.work.append(EngineWork(prefill_tokens=1 << 60))
+        server.until(lambda inside: sum(inside.sessions.ended.values()) == 1, within_s=WAIT_S)
+        assert value(measured(server), "hicache_engine_prefill_tokens_total") == 0
+        assert store(client, range(PAGE)) == PAGE, "it begins a new one"
 
 
 def test_nothing_names_a_tenant_or_a_client(tmp_path: Path) -> None:
