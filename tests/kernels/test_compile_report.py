@@ -17,6 +17,11 @@ from tests.repository import ROOT
 
 ROW = Row("decode", "bfloat16", 128, 16, False, 90, None, 96, 39168, 0, 20000, 128)
 
+VECTOR_BITS_MIN = dict.fromkeys(["decode", "cascade", "mla", "extend", "extend-prefix", "extend-new", "merge"], 128)
+VECTOR_BITS_MIN |= {"gather": 64, "scatter": 64}
+"""What stays uncoalesced shows in these: attention loads 16 bytes at a time whatever the page, copies at least 8. What
+works on one page of one head a program has no more than 4 bytes a thread where the page is one token."""
+
 
 def report(tmp_path: Path, *arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
     """Run the report with an empty cache, in a process that does not interpret unless told to."""
@@ -30,19 +35,19 @@ def report(tmp_path: Path, *arguments: str, interpret: bool = False) -> subproce
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_pairwise_cover_compiles_from_an_empty_cache(tmp_path: Path) -> None:
-    done = report(tmp_path, "--pairwise", "--json", str(tmp_path / "report.json"))
+@pytest.mark.parametrize("arch", SHARED_BYTES_MAX)
+def test_a_pairwise_cover_compiles_from_an_empty_cache(arch: int, tmp_path: Path) -> None:
+    done = report(tmp_path, "--pairwise", "--arch", str(arch), "--json", str(tmp_path / "report.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [Row(**row) for row in json.loads((tmp_path / "report.json").read_text())["rows"]]
-    assert {(row.kernel, row.arch) for row in rows} == set(itertools.product(KERNELS, SHARED_BYTES_MAX))
+    assert {(row.kernel, row.arch) for row in rows} == {(kernel, arch) for kernel in KERNELS}
     for row in rows:
         assert row.error is None, row
         assert row.cubin_bytes > 1000, row
         assert 0 < row.registers <= 255, row
         assert row.shared_bytes <= SHARED_BYTES_MAX[row.arch], row
         assert row.spill_bytes == 0 or row.arch != 90, row
-        # What stays uncoalesced shows here: attention loads 16 bytes at a time whatever the page, copies at least 8.
-        assert row.vector_bits >= (128 if row.kernel not in ("gather", "scatter") else 64), row
+        assert row.vector_bits >= VECTOR_BITS_MIN.get(row.kernel, 32), row
         assert line(row) in done.stdout
     assert done.stdout.count("\n") == len(rows) + 4
 
