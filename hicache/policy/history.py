@@ -70,7 +70,12 @@ class History(Generic[T]):
 
     def within(self, node: Node) -> T | None:
         """What is known of the longest prefix that ends in a node, at its end or before. What left the tree and comes
-        back with more behind it is one run with that. Hashes the node page by page, so it is for new ones."""
+        back with more behind it is one run with that. Hashes the node page by page where its end is not known, so it is
+        for new ones."""
+        # The end first: nodes that stand for others, in a shadow or a replay, have a digest and no pages to hash.
+        at_end = self.get(node)
+        if at_end is not None:
+            return at_end
         known = [record for prefix in _prefixes_in(node) if (record := self._records.get(prefix)) is not None]
         return known[-1] if known else None
 

@@ -54,7 +54,7 @@ class LrfuPolicy:
     def used(self, use: Use) -> None:
         # Tail before head, so that of nodes with equal sums the tail leaves first.
         for node in reversed(use.path):
-            total, at = self._sums.get(node) or self._sums.within(node) or (0.0, self._uses)
+            total, at = self._sums.within(node) or (0.0, self._uses)
             known = 1.0 + total * 2.0 ** (-self._decay * (self._uses - at)), self._uses
             untrack(known)
             self._sums.put(node, known)
