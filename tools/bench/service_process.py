@@ -1,9 +1,9 @@
-"""What `hicache bench service` runs in processes of their own: a bare gRPC echo, and clients.
+"""What `hicache bench service` runs in processes of their own: a server that can also echo, and clients.
 
-    python -m hicache.tools.bench.service_process echo SOCKET_DIR
+    python -m hicache.tools.bench.service_process serve SOCKET_DIR PAGE_SIZE NUM_LAYERS NUM_KV_HEADS HOST_BYTES
     python -m hicache.tools.bench.service_process client SOCKET_DIR PAGE_SIZE NUM_LAYERS NUM_KV_HEADS STAGING_BYTES
 
-`echo` prints a line once it answers, and waits to be killed. `client` reads a JSON `Task` a line from its input,
+`serve` prints a line once it answers, and waits to be killed. `client` reads a JSON `Task` a line from its input,
 carries it out, and prints what it took as a JSON `Times` a line. Preparing what a task needs is not timed.
 """
 
@@ -29,13 +29,14 @@ from hicache.service.client import Prompt, connect
 from hicache.service.client.calls import Request
 from hicache.service.client.client import Client, directory_of
 from hicache.service.client.transport import GrpcTransport
+from hicache.service.config import ServeConfig
 from hicache.service.server.edge import options
+from hicache.service.server.process import run
 
 ECHO_SOCKET: Final = "echo.sock"
 ECHO_METHOD: Final = "/hicache.bench.Echo/Echo"
 LENGTH_BYTES: Final = 4
 """The first bytes of an echo's request: how long its reply is, little-endian."""
-MAX_TOKENS: Final = 1 << 20
 MAX_CALLS: Final = 1024
 """Calls that the echo answers at once: more than there are clients, as with the server."""
 TURN_TOKENS: Final = 256
@@ -72,13 +73,32 @@ def layout(page_size: int, num_layers: int, num_kv_heads: int) -> KVLayout:
     )
 
 
-async def echo(socket_dir: Path) -> None:
+async def serve(socket_dir: Path, page_layout: KVLayout, host_bytes: int) -> None:
+    """A server as `hicache serve` runs it, and on its loop the echo: two processes that do the same may differ by half,
+    as the kernel places their threads, which would drown what is to be compared."""
+    (group,) = page_layout.groups
+    shape = {"num_layers": group.num_layers, "num_kv_heads": group.num_kv_heads, "head_dim": group.head_dim}
+    settings = {
+        "socket_dir": str(socket_dir),
+        "layout": {**shape, "dtype": page_layout.dtype.value, "page_size": page_layout.page_size},
+        "host": {"bytes": host_bytes},
+    }
+    config = ServeConfig.checked(settings)
+    async with asyncio.TaskGroup() as tasks:
+
+        def ready() -> None:
+            tasks.create_task(echo(socket_dir, config.limits.max_tokens))
+
+        await run(config, ready=ready)
+
+
+async def echo(socket_dir: Path, max_tokens: int) -> None:
     """Answer with as many bytes as the request asks for. gRPC is set up as on the server's own data socket."""
 
     async def answer(data: bytes, context: object) -> bytes:
         return bytes(int.from_bytes(data[:LENGTH_BYTES], "little"))
 
-    server = grpc.aio.server(options=options(MAX_TOKENS), maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(options=options(max_tokens), maximum_concurrent_rpcs=MAX_CALLS)
     service, _, method = ECHO_METHOD.strip("/").partition("/")
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {method: grpc.unary_unary_rpc_method_handler(answer)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
@@ -283,11 +303,12 @@ def client(socket_dir: Path, page_layout: KVLayout, staging_bytes: int) -> None:
 
 def main() -> None:
     role, socket_dir, *numbers = sys.argv[1:]
-    if role == "echo":
-        asyncio.run(echo(Path(socket_dir)))
+    page_size, num_layers, num_kv_heads, num_bytes = map(int, numbers)
+    page_layout = layout(page_size, num_layers, num_kv_heads)
+    if role == "serve":
+        asyncio.run(serve(Path(socket_dir), page_layout, num_bytes))
     else:
-        page_size, num_layers, num_kv_heads, staging_bytes = map(int, numbers)
-        client(Path(socket_dir), layout(page_size, num_layers, num_kv_heads), staging_bytes)
+        client(Path(socket_dir), page_layout, num_bytes)
 
 
 if __name__ == "__main__":
