@@ -29,6 +29,7 @@ from hicache.errors import TierUnavailable
 from hicache.service import wire
 from hicache.service.config import ServeConfig
 from hicache.service.metrics import CallTimes, families
+from hicache.service.readiness import READY, STOPPING, Supervisor
 from hicache.service.server.admin import AdminCalls
 from hicache.service.server.cache import Served, open_cache, options_of
 from hicache.service.server.data import DataCalls
@@ -196,12 +197,13 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
 async def run(config: ServeConfig, *, ready: Callable[[], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves.
 
-    For the main thread of a process of its own: it sets the umask and signal handlers. Raises as `serving` does.
+    For the main thread of a process of its own: it sets the umask and signal handlers, and tells systemd, where it was
+    started by that, when it is ready, that it is alive, and when it stops. Raises as `serving` does.
     """
     os.umask(0o077)
     _keep_freed_memory()
-    loop = asyncio.get_running_loop()
-    async with serving(config) as server:
+    loop, supervisor = asyncio.get_running_loop(), Supervisor(os.environ)
+    async with serving(config) as server, asyncio.TaskGroup() as tasks:
 
         def stop() -> None:
             if server.stopping.is_set():
@@ -212,8 +214,13 @@ async def run(config: ServeConfig, *, ready: Callable[[], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, stop)
+        alive = tasks.create_task(supervisor.keep_alive()) if supervisor.watchdog_s else None
+        supervisor.tell(READY)
         ready()
         await server.stopping.wait()
+        supervisor.tell(STOPPING)
+        if alive is not None:
+            alive.cancel()
 
 
 def _keep_freed_memory() -> None:
