@@ -13,6 +13,7 @@ from hicache.kernels import launch
 from hicache.kernels.checks import (
     HEAD_DIM_MAX,
     check_indptr,
+    check_most,
     check_page_scales,
     check_pages,
     check_query,
@@ -56,10 +57,11 @@ def cascade_decode(
     shares nothing is a group of one with length 0. All on one device.
 
     `max_group`: the most sequences that a group has, if the caller knows a smaller number than B: programs that find
-    nothing to do are then not launched. `num_shared_splits` and `num_splits`: parts into which the shared and the own
-    tokens are cut, chosen as for `paged_decode` if None. `scoring` without a window: what sequences share would soon
-    be outside of it. `workspace`: float32 [n], n at least what `splits.workspace_elements` says for the sum of both
-    numbers of splits; for CUDA graphs as for `paged_decode`. Raises `BadArgument`.
+    nothing to do are then not launched; what a group has beyond comes out wrong, and is refused on the CPU only.
+    `num_shared_splits` and `num_splits`: parts into which the shared and the own tokens are cut, chosen as for
+    `paged_decode` if None. `scoring` without a window: what sequences share would soon be outside of it. `workspace`:
+    float32 [n], n at least what `splits.workspace_elements` says for the sum of both numbers of splits; for CUDA graphs
+    as for `paged_decode`. Raises `BadArgument`.
     """
     check_query(query, head_dim_max=HEAD_DIM_MAX)
     launch.require_launchable("query", query.device)
@@ -86,9 +88,7 @@ def cascade_decode(
     check_scoring(scoring, num_heads, device)
     if scoring.window is not None:
         raise BadArgument("scoring.window", f"is {scoring.window}, expected None")
-    most = num_seqs if max_group is None else max_group
-    if not 0 <= most <= num_seqs:
-        raise BadArgument("max_group", f"is {most}, expected 0 to {num_seqs}")
+    most = check_most("max_group", max_group, group_indptr, num_seqs)
 
     group = num_heads // shape.num_kv_heads
     shared_variant = decode_variant(query.dtype, pages.dtype, head_dim, shape.page_size, group, max(1, most))

@@ -160,3 +160,19 @@ def check_indptr(argument: str, indptr: torch.Tensor, num_tokens: int) -> None:
     offsets = indptr.tolist()
     if offsets[0] != 0 or offsets[-1] != num_tokens or any(b < a for a, b in pairwise(offsets)):
         raise BadArgument(argument, f"is {offsets[:8]}..., expected offsets that rise from 0 to {num_tokens}")
+
+
+def check_most(argument: str, most: int | None, indptr: torch.Tensor, num_tokens: int) -> int:
+    """The most of `num_tokens` tokens that one of the sequences in `indptr` has: what the caller says, or all if None.
+
+    Refuses what is not 1 to `num_tokens` (0 if that is 0), and, on the CPU only, less than a sequence has: what lies
+    beyond would not be written.
+    """
+    if most is None:
+        return num_tokens
+    least = min(1, num_tokens)
+    if indptr.device.type == "cpu" and indptr.shape[0] > 1:
+        least = int(indptr.diff().max())
+    if not least <= most <= num_tokens:
+        raise BadArgument(argument, f"is {most}, expected {least} to {num_tokens}")
+    return most

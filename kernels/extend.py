@@ -16,6 +16,7 @@ from hicache.kernels.checks import (
     HEAD_DIM_MAX,
     check_group,
     check_indptr,
+    check_most,
     check_page_scales,
     check_pages,
     check_positions,
@@ -67,7 +68,7 @@ def paged_extend(
     would have in the table, at least `prefix_lens`, which None stands for (0 without pages).
 
     `max_new_tokens`: the most new tokens that a sequence has, if the caller knows a smaller number than N; only then is
-    a large batch launched without many programs that find nothing to do.
+    a large batch launched without many programs that find nothing to do. What a sequence has beyond is not written.
 
     Writes into `output` [N, HQ, D], of any of these dtypes, and `lse` [N, HQ], float32, where given, and allocates them
     otherwise, the output in the query's dtype. Page ids, lengths and offsets are checked on the CPU only.
@@ -82,9 +83,7 @@ def paged_extend(
     if not 0 <= num_seqs <= GRID_MAX:
         raise BadArgument("indptr", f"has {num_seqs + 1} entries, expected 1 to {GRID_MAX + 1}")
     check_indptr("indptr", indptr, num_tokens)
-    most = num_tokens if max_new_tokens is None else max_new_tokens
-    if not 0 <= most <= num_tokens:
-        raise BadArgument("max_new_tokens", f"is {most}, expected 0 to {num_tokens}")
+    most = check_most("max_new_tokens", max_new_tokens, indptr, num_tokens)
 
     num_kv_heads, page_size = 0, 1
     if pages is not None:
@@ -108,12 +107,20 @@ def paged_extend(
         check_tensor("value", value, (num_tokens, num_kv_heads, head_dim), dtype=query.dtype, device=device)
     if pages is None and key is None:
         raise BadArgument("pages", "and key are both None: there is nothing to attend to")
+    belonging = {
+        "pages": {"block_tables": block_tables, "prefix_lens": prefix_lens, "page_scales": page_scales},
+        "key": {"value": value},
+    }
+    for whole, given in (("pages", pages), ("key", key)):
+        for name, tensor in belonging[whole].items():
+            if given is None and tensor is not None:
+                raise BadArgument(name, f"is given, but {whole} is None")
     check_scoring(scoring, num_heads, device)
     check_positions("first_positions", first_positions, (num_seqs,), device, least=prefix_lens, offset=0)
     state = allocate_state(
         (num_tokens, num_heads), head_dim, dtype=query.dtype, device=device, output=output, lse=lse
     )
-    if num_tokens == 0 or most == 0:
+    if num_tokens == 0:
         return state
 
     group = num_heads // num_kv_heads

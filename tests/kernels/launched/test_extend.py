@@ -320,6 +320,7 @@ ARGUMENTS: dict[str, Any] = {
         ("indptr", {"indptr": GOOD.indptr[:0]}),
         ("max_new_tokens", {"max_new_tokens": 8}),
         ("max_new_tokens", {"max_new_tokens": -1}),
+        ("max_new_tokens", {"max_new_tokens": 0}),
         ("pages", {"pages": GOOD.prefix.pages.half()}),
         ("pages", {"pages": None, "key": None}),
         ("block_tables", {"block_tables": None}),
@@ -331,6 +332,10 @@ ARGUMENTS: dict[str, Any] = {
         ("key", {"pages": None, "key": GOOD.key[:, :0]}),
         ("value", {"value": None}),
         ("value", {"value": GOOD.value.half()}),
+        ("value", {"key": None}),
+        ("block_tables", {"pages": None}),
+        ("prefix_lens", {"pages": None, "block_tables": None}),
+        ("page_scales", {"pages": None, "block_tables": None, "prefix_lens": None, "page_scales": torch.ones(1)}),
         ("page_scales", {"page_scales": torch.ones(1, 2, 2)}),
         ("first_positions", {"first_positions": GOOD.prefix.lengths.long()}),
         ("first_positions", {"first_positions": torch.zeros(3, dtype=torch.int32)}),
@@ -359,9 +364,10 @@ def test_what_does_not_fit_is_refused_by_name(argument: str, changes: dict[str, 
         ("indptr", {"indptr": torch.tensor([1, 3, 7], dtype=torch.int32)}),
         ("indptr", {"indptr": torch.tensor([0, 9, 7], dtype=torch.int32)}),
         ("first_positions", {"first_positions": torch.tensor([19, 5], dtype=torch.int32)}),
+        ("max_new_tokens", {"max_new_tokens": 2}),
     ],
 )
-def test_numbers_out_of_bounds_are_refused_on_the_cpu(argument: str, changes: dict[str, torch.Tensor]) -> None:
+def test_numbers_out_of_bounds_are_refused_on_the_cpu(argument: str, changes: dict[str, Any]) -> None:
     if DEVICE != "cpu":
         return  # there the host does not look at them
     with pytest.raises(BadArgument) as raised:
