@@ -7,7 +7,8 @@ and half or a quarter of the bytes cross the bus.
 
 What is lost: an element `x` of a group with greatest magnitude `m` comes back within `m / 254` as int8 (half a step),
 and within `max(|x| / 16, m / 448 / 1024)` as float8 e4m3 (half of its last place), plus one rounding to the pages' own
-dtype. A group with a NaN or an infinity comes back as NaN: damage stays visible.
+dtype. A scale is at least 2⁻¹²⁶, so that its inverse is finite: a group of smaller numbers loses as much as one of just
+that scale. A group with a NaN or an infinity comes back as NaN: damage stays visible.
 """
 
 import logging
@@ -32,6 +33,8 @@ STORED_MAX: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 EMULATE_FLOAT8 = language.INTERPRETED
 """The constexpr of that name: the interpreter converts to float8 wrongly, see the kernel. Off on a GPU."""
+
+_SCALE_MIN: tl.constexpr = tl.constexpr(2.0**-126)
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ def gather_quantized(
         return
     for i, layer in enumerate(pages.layers):
         wide = layer[page_ids.long()].float()
-        scale = wide.abs().amax(dim=(2, 4)) / STORED_MAX[slots.dtype]
+        scale = (wide.abs().amax(dim=(2, 4)) / STORED_MAX[slots.dtype]).clamp_min(_SCALE_MIN.value)
         scale = torch.where(scale < torch.inf, scale, torch.nan)
         inverse = torch.where(scale > 0.0, 1.0 / scale, 0.0)[:, :, None, :, None]
         # What a damaged group holds is of no account: its scale is NaN.
@@ -126,8 +129,8 @@ def quantized_reference(pages: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
     """The definition for one layer: what finite `pages` [n, 2, page_size, H, D] come back as, float64, and the scales
     [n, 2, H], float64."""
     wide = pages.double()
-    scales = wide.abs().amax(dim=(2, 4)) / STORED_MAX[dtype]
-    steps = torch.where(scales > 0.0, scales, 1.0)[:, :, None, :, None]
+    scales = (wide.abs().amax(dim=(2, 4)) / STORED_MAX[dtype]).clamp_min(_SCALE_MIN.value)
+    steps = scales[:, :, None, :, None]
     stored = wide / steps
     stored = stored.round() if dtype == torch.int8 else stored.float().to(dtype).double()
     return stored * steps, scales
@@ -252,8 +255,8 @@ def _gather_quantized_kernel(
     # Counted, because a maximum may pass over a NaN.
     num_damaged = tl.sum(tl.sum((tl.abs(b_x) < float("inf")).to(tl.int32), 1), 0) - BP * BD
     b_x = tl.where(num_damaged == 0, b_x, 0.0)
-    scale = tl.max(tl.max(tl.abs(b_x), 1), 0) / STORED_MAX
-    b_x = b_x * tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
+    scale = tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0) / STORED_MAX, _SCALE_MIN)
+    b_x = b_x * (1.0 / scale)
     scale = tl.where(num_damaged == 0, scale, float("nan"))
     if ROUND:
         # Adding and subtracting 1.5 * 2**23 leaves a small float32 rounded to a whole number, ties to even.

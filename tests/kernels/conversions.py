@@ -5,7 +5,7 @@ from random import Random
 import torch
 
 from hicache.kernels.launch import Path
-from hicache.kernels.quant import KVLayers, gather_quantized, quantized_reference, scatter_quantized
+from hicache.kernels.quant import STORED_MAX, KVLayers, gather_quantized, quantized_reference, scatter_quantized
 from tests.kernels.contexts import relative_rms, tensor
 
 PER_MAX = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 448 / 1024}
@@ -34,6 +34,7 @@ def check_conversion(
         for _ in range(num_layers)
     ]
     layers[0][0, 1, :, 0] = 0.0
+    layers[0][1, 0, :, 0] *= 1e-36  # some so small that the inverse of their scale would be infinite
     slots = torch.full((num_slots, num_layers, *shape[1:]), 3.0).to(stored)
     scales = torch.full((num_slots, num_layers, 2, num_kv_heads), torch.nan)
     page_ids, slot_ids = (
@@ -60,7 +61,9 @@ def check_conversion(
         assert (back[rest] == 5.0).all()
         original, returned = layer[page_ids.long()].double(), back[page_ids.long()].double()
         greatest = original.abs().amax(dim=(2, 4), keepdim=True)
-        allowed = greatest * PER_MAX[stored] * 1.01 + original.abs() * (PER_SELF[stored] * 1.01) + greatest * eps
+        least = STORED_MAX[stored] * 2.0**-126
+        allowed = greatest.clamp_min(least) * PER_MAX[stored] * 1.01 + original.abs() * (PER_SELF[stored] * 1.01)
+        allowed += greatest * eps
         assert ((returned - original).abs() <= allowed).all()
         expected, expected_scales = quantized_reference(layer[page_ids.long()], stored)
         actual_scales = scales_there.cpu()[slot_ids.long(), i].double()
