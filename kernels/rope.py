@@ -65,8 +65,9 @@ class Rope:
         (`dynamic`, `longrope`) cannot: `BadArgument`, as for a type that is not known here.
         """
         kind = parameters.get("rope_type", "default")
-        base = float(parameters.get("rope_theta", 10_000.0))
-        plain = cls.plain(int(head_dim * parameters.get("partial_rotary_factor", 1.0)), base=base, pairing=pairing)
+        base = _positive(parameters, "rope_theta", 10_000.0)
+        rotary_dim = int(head_dim * _positive(parameters, "partial_rotary_factor", 1.0))
+        plain = cls.plain(rotary_dim, base=base, pairing=pairing)
         if kind == "default":
             return plain
         if kind == "linear":
@@ -127,8 +128,9 @@ def rotate_variant(rotary_dim: int, rows: int) -> Variant:
     )
 
 
-def _positive(parameters: Mapping[str, Any], name: str) -> float:
+def _positive(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = parameters.get(name)
+    value = default if value is None else value
     if not isinstance(value, int | float) or not 0.0 < value < math.inf:
         raise BadArgument(name, f"is {value!r}, expected a number above 0")
     return float(value)
@@ -151,13 +153,15 @@ def _yarn(frequencies: torch.Tensor, base: float, parameters: Mapping[str, Any])
     """Peng et al., "YaRN", section 3.2: frequencies that turn less than `beta_slow` times over the original length are
     stretched, those above `beta_fast` kept, and a ramp over the elements between."""
     factor, length = (_positive(parameters, name) for name in ("factor", "original_max_position_embeddings"))
+    if base == 1.0:
+        raise BadArgument("rope_theta", "is 1, expected more: all frequencies are the same")
     half = frequencies.shape[0]
 
     def element(turns: float) -> float:
         """Where in the frequencies one turns so often."""
         return half * math.log(length / (turns * 2 * math.pi)) / math.log(base)
 
-    low, high = element(float(parameters.get("beta_fast", 32.0))), element(float(parameters.get("beta_slow", 1.0)))
+    low, high = element(_positive(parameters, "beta_fast", 32.0)), element(_positive(parameters, "beta_slow", 1.0))
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)

@@ -1,9 +1,13 @@
 """Pages in host memory: how they are shared out between the link and the CPU, and cut into pieces."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.kernels.errors import BadArgument
 from hicache.kernels.parts import PagedPart
 from hicache.kernels.remote import RemoteSpeeds, num_streamed
 from hicache.kernels.streaming import pieces
@@ -38,6 +42,15 @@ def test_a_machine_of_the_size_we_think_of() -> None:
     speeds = RemoteSpeeds(link_bytes_per_s=55e9, host_bytes_per_s=300e9, round_trip_s=50e-6)
     assert num_streamed(8192, 65_536, speeds) == 1305
     assert num_streamed(16, 65_536, speeds) == 16
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["link_bytes_per_s", "host_bytes_per_s", "round_trip_s"])
+def test_speeds_that_are_none_are_refused(name: str, wrong: float) -> None:
+    speeds = {"link_bytes_per_s": 1e9, "host_bytes_per_s": 1e9, "round_trip_s": 0.0}
+    with pytest.raises(BadArgument) as raised:
+        RemoteSpeeds(**(speeds | {name: wrong}))
+    assert raised.value.argument == f"remote.{name}"
 
 
 @given(num_tokens=st.integers(1, 200), pages_max=st.integers(1, 20))

@@ -1,5 +1,6 @@
 """Keys turned to new positions: by torch, against the definition, and against rotating at the new position."""
 
+import math
 from random import Random
 from typing import Any
 
@@ -82,6 +83,10 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> No
         ("factor", {"rope_type": "yarn", "factor": 0.0}),
         ("low_freq_factor", {**LLAMA3, "low_freq_factor": 4.0}),
         ("base", {"rope_theta": 0.5}),
+        ("rope_theta", {"rope_theta": "10000"}),
+        ("rope_theta", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1.0}),
+        ("partial_rotary_factor", {"partial_rotary_factor": math.nan}),
+        ("beta_fast", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 0}),
         ("rotary_dim", {"partial_rotary_factor": 0.01}),
     ],
 )
