@@ -55,10 +55,12 @@ class LayerPages:
             if (view.shape, view.stride(0), view.device) != (first.shape, first.stride(0), first.device):
                 raise BadArgument(f"layers[{i}]", "differs from layers[0] in its shape, page stride or device")
         addresses = [view.data_ptr() for view in views]
+        # Views in wider words need offsets of whole words too, wherever the memory itself begins.
+        starts = [view.storage_offset() for view in views]
         return cls(
             views,
             torch.tensor([address - addresses[0] for address in addresses], dtype=torch.int64, device=first.device),
-            math.gcd(16, first.shape[1], first.stride(0), *addresses),
+            math.gcd(16, first.shape[1], first.stride(0), *addresses, *starts),
         )
 
     @property
@@ -214,7 +216,8 @@ def _launch(
 ) -> None:
     if not page_ids.shape[0]:
         return
-    alignment = math.gcd(pages.alignment, rows.stride(0), rows.data_ptr(), first_layer * pages.layer_bytes)
+    offset = first_layer * pages.layer_bytes
+    alignment = math.gcd(pages.alignment, rows.stride(0), rows.data_ptr(), rows.storage_offset(), offset)
     variant = gather_variant(alignment, pages.layer_bytes)
     word_bytes = variant.constants["WORD"]
     num_words, block = pages.layer_bytes // word_bytes, variant.constants["BLOCK"]

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,6 +37,17 @@ def test_a_slot_is_the_layers_one_after_the_other() -> None:
     gather_pages(LayerPages.of(layers), torch.tensor([1]), slots, torch.tensor([2]))
     assert slots[2].view(torch.float32).tolist() == [*range(12, 24), *range(112, 124)]
     assert not slots[:2].any()
+
+
+def test_memory_that_begins_between_words() -> None:
+    """Pages at addresses of whole words, in memory that begins 4 bytes before one."""
+    memory = np.zeros(5000, np.uint8)
+    begin = (4 - memory.ctypes.data) % 8
+    layer = torch.from_numpy(memory[begin : begin + 4100])[4:].view(4, 1024)
+    layer.copy_(torch.randint(256, (4, 1024), dtype=torch.uint8))
+    slots = torch.zeros(4, 1024, dtype=torch.uint8)
+    gather_pages(LayerPages.of([layer]), IDS, slots, IDS)
+    assert torch.equal(slots[IDS.long()], layer[IDS.long()])
 
 
 def test_slots_are_plain_memory() -> None:
