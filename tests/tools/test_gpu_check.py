@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from hicache.tools.bench.results import Row
 from hicache.tools.exits import Exit
 from hicache.tools.gpu_check.__main__ import PARTS, main, run_parts
-from hicache.tools.gpu_check.parts import Part
+from hicache.tools.gpu_check.parts import Part, report_difference
 
 
 def results_in(out: Path) -> dict[str, dict[str, Any]]:
@@ -78,12 +79,24 @@ def test_a_comparison_that_is_off_is_wrong_and_a_figure_that_misses_its_goal_is_
     assert run_parts([part("is_off", measures=measures)], tmp_path) == status
 
 
+def test_a_difference_that_is_not_allowed_fails_a_part_that_measures() -> None:
+    rows: list[Row] = []
+    expected = torch.ones(9)
+    report_difference(rows.append, "near", expected * 1.001, expected, 0.01)
+    for actual in (expected * 1.1, torch.full_like(expected, torch.nan)):
+        with pytest.raises(AssertionError, match="far is"):
+            report_difference(rows.append, "far", actual, expected, 0.01)
+    assert [(row.name, row.ok) for row in rows] == [("near", True), ("far", False), ("far", False)]
+
+
 def test_by_estimate_all_of_it_takes_less_than_six_minutes() -> None:
     assert sum(part.estimate_s for part in PARTS.values()) < 360
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--out", "x", "--part", "unknown"], ["--out", "/proc/self/cmdline/x"]], ids=str
+    "arguments",
+    [[], ["--out", "x", "--part", "unknown"], ["--out", "/proc/self/cmdline/x"], ["--out", "/proc"]],
+    ids=str,
 )
 def test_bad_usage_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_here(where, options.out, Path(rows))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()  # whether anything can be written there
     except OSError as problem:
         parser.error(f"argument --out: {printable(str(options.out))}: {problem.strerror}")
     return run_parts([PARTS[name] for name in options.part or PARTS], options.out)

@@ -63,6 +63,16 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.square().mean().sqrt() / expected.double().square().mean().sqrt().clamp_min(1e-300))
 
 
+def report_difference(
+    report: Callable[[Row], None], name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float
+) -> None:
+    """Report by how much two tensors differ, in a part that measures too. Raises `AssertionError` above `allowed`."""
+    error = relative_rms(actual, expected)
+    report(Row(name, error, "", goal=allowed))
+    if error > allowed:
+        raise AssertionError(f"{name} is {error:.3g}, expected at most {allowed:.3g}")
+
+
 def gpu_ms(work: Callable[[], object], rounds: int = 10) -> float:
     """Median time of `work` on the GPU, after two rounds that do not count: the kernels compile in the first."""
     for _ in range(2):
