@@ -214,8 +214,8 @@ def test_c23_a_cap_below_one_page_is_refused_before_anything_is_made(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- C25: the host tier is a memory file without a name, which goes with its last holder. Clients in processes of
-# ---- their own do not exist yet: what they leave does not apply.
+# ---- C25: the host tier is a memory file without a name, which goes with its last holder. What killed clients of the
+# ---- sidecar leave is looked for in test_sidecar.py.
 
 POOL_BYTES = 16 << 20
 
