@@ -299,6 +299,8 @@ class SharedPolicy:
             self._by_use.pop(tenant, None)
             self._idle.pop(tenant, None)
             self._moved.discard(tenant)
+            if tenant.place is not None:  # of pages that it has lost since, all at once by a flush
+                (self._active if tenant.quota is None else self._with_quota).remove(tenant.place)
             del self._tenants[tenant.name], self._by_serial[tenant.serial]
 
     def _count(self, tenant: _Tenant, num_pages: int) -> None:

@@ -178,6 +178,18 @@ def test_tenants_that_are_gone_are_remembered_for_a_while_only() -> None:
     assert sum(shared.policy.pages_by_tenant().values()) == 4
 
 
+@pytest.mark.parametrize("quotas", [None, {f"tenant {number}": 1 for number in range(2 * EMPTY_MAX)}])
+def test_tenants_that_a_flush_left_without_pages_are_forgotten_whole(quotas: dict[str, int] | None) -> None:
+    shared = Shared(2 * EMPTY_MAX, quotas)
+    for number in range(2 * EMPTY_MAX + 1):
+        shared.store(f"tenant {number}")
+    assert shared.lost, "all have a place in the order of claims"
+    shared.free += shared.tree.flush().freed[HOST].tolist()
+    for number in range(2 * EMPTY_MAX + 1):
+        shared.store(f"later tenant {number}")
+    assert sum(shared.policy.pages_by_tenant().values()) == 2 * EMPTY_MAX
+
+
 def test_a_victim_of_many_tenants_costs_no_look_at_all_of_them() -> None:
     """Counted in tenants that are looked at, of 2,000."""
     looked: list[int] = []
