@@ -196,6 +196,7 @@ BAD_SECOND_LINES: Final = {
     "no time": (lines(MOONCAKE, MOONCAKE | {"timestamp": None}), "line 2: timestamp is not a number"),
     "NaN": (lines(MOONCAKE, MOONCAKE | {"timestamp": float("nan")}), "line 2: timestamp is not a number"),
     "endless": (lines(MOONCAKE, MOONCAKE | {"timestamp": float("inf")}), "line 2: timestamp inf is more than"),
+    "huge": (lines(MOONCAKE, MOONCAKE | {"timestamp": 10**400}), "line 2: timestamp 1000"),
     "session block": (lines(SESSION, SESSION | {"block_size": 8}), "line 2: block_size 8 is not 4, that of the first"),
     "session name": (lines(SESSION, SESSION | {"session": 1}), "line 2: session is not a string"),
     "session list": (lines(SESSION, SESSION | {"requests": {}}), "line 2: requests is not a list"),
@@ -237,6 +238,16 @@ def test_an_unknown_format_is_an_error_even_where_bad_lines_are_skipped(
     path.write_bytes(data)
     with pytest.raises(BadTrace, match=r"known are mooncake, sessions, ragpulse and azure|no lines that can be read"):
         Trace(path, skip_bad=skip_bad)
+
+
+@pytest.mark.parametrize("data", [lines(MOONCAKE), lines(SESSION), AZURE])
+def test_a_bad_first_line_is_skipped_when_asked(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"{oops\n" + data)
+    with pytest.raises(BadTrace, match="line 1: is of no known format"):
+        Trace(path)
+    trace = Trace(path, skip_bad=True)
+    assert (len(list(trace)), trace.num_bad) == (1, 1)
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[:-300], lambda data: data[:-9] + b"x" * 9])

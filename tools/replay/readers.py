@@ -17,7 +17,6 @@ import gzip
 import heapq
 import itertools
 import json
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -178,10 +177,15 @@ class Trace:
     # -- lines --------------------------------------------------------------------------------------------------------
 
     def _first(self) -> tuple[int, bytes]:
-        """The first line with something on it."""
+        """The first line with something on it; where bad lines are skipped, the first of a known format, if any is."""
+        first: tuple[int, bytes] | None = None
         for number, line in self._lines(self.path):
-            return number, line
-        raise BadTrace(self.path, 1, "the file has no lines that can be read")
+            first = first or (number, line)
+            if not self._skip_bad or _find_format(line):
+                return number, line
+        if first is None:
+            raise BadTrace(self.path, 1, "the file has no lines that can be read")
+        return first
 
     def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """Lines that are not blank, with their numbers."""
@@ -321,7 +325,10 @@ class Trace:
 
     def _azure(self) -> Iterator[tuple[int, Request]]:
         lines = self._lines(self.path)
-        next(lines)  # the header, by which the format was told
+        for number, line in lines:
+            if _find_format(line):
+                break  # the header, by which the format was told
+            self._bad(self.path, number, "stands before the header")
         began_s: float | None = None
         next_id = 0
         for number, line in lines:
@@ -441,7 +448,7 @@ def _seconds(found: dict[str, Any], name: str) -> float:
     """A time, as a number or written out; below `SECONDS_MAX` in its own unit."""
     value = _field(found, name)
     value = _number(value) if isinstance(value, str) else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         raise _BadLine(f"{name} is not a number")
     if not 0 <= value <= SECONDS_MAX:
         raise _BadLine(f"{name} {value} is " + ("negative" if value < 0 else f"more than {SECONDS_MAX:g}"))
