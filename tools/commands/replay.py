@@ -46,9 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "or in gzip. SIZE is bytes (64GiB) or tokens (500ktok, 4Mtok).\n\n"
         "The engine: a request that has its place computes what the cache lacks in steps of up to 8,192 tokens, at\n"
         "the same speed whatever the others do, and then has its first token; its pages are held until then.\n\n"
-        "With --nodes every node has such an engine and tiers of the given sizes. A prompt goes to the node that\n"
-        "knows most of it, if that is half at least and the node is not twice as busy as the average, else to the\n"
-        "one that was given least to compute; beside it stands what one node after the other comes to."
+        "With --nodes every node has such an engine and tiers of the given sizes. A prompt goes where it costs\n"
+        "least: the tokens of it that a node does not know, and what the node was given to compute beyond the average\n"
+        "of all; beside it stands what one node after the other comes to."
     )
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="file of requests")
     load = parser.add_argument_group("load")
