@@ -20,9 +20,10 @@ import numpy.typing as npt
 from hicache import prefetch as ahead
 from hicache import sequence as core
 from hicache.admissions import ALWAYS
+from hicache.arguments import real
 from hicache.cache import DRAIN_S, Coverage
 from hicache.deciding import Decision
-from hicache.errors import Closed, DeadlineExceeded
+from hicache.errors import BadRequest, Closed, DeadlineExceeded
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.policies import LRU
@@ -39,6 +40,8 @@ from hicache.writing import Durability, Flushed, Persisted
 
 GRACE_S: Final = 15.0
 """Beyond its deadline a call has answered at the latest after this: time for a copy that cannot be stopped to end."""
+TIMEOUT_MAX_S: Final = 1e9
+"""Longest time that a call may be given."""
 CLOSE_TIMEOUT_S: Final = DRAIN_S + GRACE_S
 """How long `HiCache.close` waits for copies to end that cannot be stopped."""
 _log = logging.getLogger(__name__)
@@ -225,7 +228,11 @@ class HiCache:
         return Closed(f"the cache failed: {self._failure!r}" if self._failure is not None else "the cache is closed")
 
     def _deadline(self, timeout_s: float) -> float:
-        return self._built.cache.clock.monotonic() + timeout_s
+        """The moment at which a call's time is over. Raises `BadRequest`, before anything has begun."""
+        seconds = real("timeout_s", timeout_s, " of seconds")
+        if seconds > TIMEOUT_MAX_S:
+            raise BadRequest("timeout_s", f"{seconds:g} is more than {TIMEOUT_MAX_S:g} seconds")
+        return self._built.cache.clock.monotonic() + seconds
 
     @property
     def _built(self) -> Parts:

@@ -545,3 +545,14 @@ def test_hints_pins_and_quotas_reach_the_cache(tmp_path: Path) -> None:
         for field, wrong in (("priority", 9), ("retain_s", -1.0)):
             with pytest.raises(BadRequest, match=field):
                 cache.hint(MODEL, tokens, **{field: wrong})  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 1e10, 10**400, "1", None, True])
+def test_a_time_that_is_none_is_refused_by_name(timeout_s: float, tmp_path: Path) -> None:
+    with open_cache(tmp_path, nvme_pages=None) as cache:
+        for call in (cache.sequence, cache.prefetch, cache.persist):
+            with pytest.raises(BadRequest, match="timeout_s"):
+                call(MODEL, prompt(1, 8), timeout_s=timeout_s)
+        with pytest.raises(BadRequest, match="timeout_s"):
+            cache.flush(timeout_s=timeout_s)
+        assert cache.stats()["num_leases"] == 0
