@@ -114,6 +114,7 @@ class ValuePolicy:
         self._cells: dict[tuple[int, int], dict[int, _Batch]] = {}  # by class and span: those with listed nodes, by id
         self._order: list[tuple[float, int, int]] = []  # a heap of cells by worth; some are empty by now
         self._stray: _Batch | None = None
+        self._hinted: dict[int, _Batch] = {}  # by class: those of hints since the last use
         self._last_use = 0.0
         self._pace = 0.0  # seconds a use
         self._stray_class = self._class(_Class(-1, 0, 0))
@@ -183,14 +184,15 @@ class ValuePolicy:
                 self.discard(node)
                 self._list(node, batch)
         self._uses += 1
+        self._hinted.clear()
         self._age()
         if now:
             self._pace += (use.now - self._last_use - self._pace) / min(now, PACE_USES)
         self._last_use = use.now
 
     def hinted(self, path: Sequence[Node], hint: Hint, now: float) -> None:
-        code = self._hint_code(hint, now)
-        batches: dict[int, _Batch] = {}
+        # However many hints come between two uses, they make no more batches than there are classes.
+        code, batches = self._hint_code(hint, now), self._hinted
         for node in reversed(path):
             record = self._records.get(node)
             if record is None:

@@ -139,3 +139,19 @@ def test_what_grows_keeps_its_past() -> None:
     policy.joined(often, stranger)  # never used itself
     policy.add(stranger, chain.now)
     assert order_of(policy)[0] is once
+
+
+def test_hints_between_two_uses_take_no_memory() -> None:
+    policy = ValuePolicy()
+    chain = Chain(policy)
+    node = chain.node(None, 1)
+    policy.add(node, chain.now)
+    chain.use(node)
+    for number in range(1000):
+        policy.hinted([node], Hint(returns=number % 2 == 0), chain.now)
+    assert sum(map(len, policy._aging)) <= 5
+    assert order_of(policy) == [node]
+    chain.use(node)
+    policy.hinted([node], Hint(returns=True), chain.now)
+    policy.discard(node)
+    assert order_of(policy) == []
