@@ -83,7 +83,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-HEADING: Final = f"  {'':<32}{'value':>12}  {'baseline':<36}{'ratio':>8}{'bound':>11}{'goal':>13}"
+HEADING: Final = f"  {'':<34}{'value':>12}  {'baseline':<36}{'ratio':>8}{'bound':>11}{'goal':>13}"
 
 
 def line(row: Row, style: Style) -> str:
@@ -95,7 +95,7 @@ def line(row: Row, style: Style) -> str:
     mark = {None: "", True: "  ok", False: "  MISSED"}[row.ok]
     colour = {None: None, True: Colour.GOOD, False: Colour.BAD}[row.ok]
     value = f"{_figure(row.value)} {row.unit}"
-    text = f"  {row.name:<32}{pad(value, 12, right=True)}  {baseline:<36}{ratio:>8}{bound:>11}{goal:>13}"
+    text = f"  {row.name:<34}{pad(value, 12, right=True)}  {baseline:<36}{ratio:>8}{bound:>11}{goal:>13}"
     return text + style.paint(mark, colour)
 
 

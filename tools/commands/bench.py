@@ -107,7 +107,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Measures one part of hicache and prints each figure with its baseline from the same run, their ratio, the\n"
         "bound that no code could beat, and the goal. Ratios travel to other machines, times do not."
     )
-    parser.epilog = "benches:\n" + "\n".join(f"  {name:<9}{bench.summary}" for name, bench in BENCHES.items())
+    parser.epilog = "benches:\n" + "\n".join(f"  {name:<11}{bench.summary}" for name, bench in BENCHES.items())
     parser.add_argument("name", metavar="NAME", help="what to measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures in FILE")
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(tempfile.gettempdir()),
