@@ -14,7 +14,7 @@ Three rules, on which the promises of the project rest:
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Final, Self
@@ -32,7 +32,7 @@ from hicache.lease import Lease
 from hicache.namespace import Namespace
 from hicache.policies import LRU, policies_named
 from hicache.policy.admission import AdmissionPolicy, AlwaysAdmission
-from hicache.policy.base import EvictionPolicy, HearsShape, Use
+from hicache.policy.base import EvictionPolicy, HearsCopies, HearsShape, Use
 from hicache.prefetch import Prefetch, begin
 from hicache.prefill import PrefillCurve
 from hicache.promoting import Promoting
@@ -83,6 +83,7 @@ class Cache(Promoting, Copying, Tending):
         prefill: what computing costs; with `PrefillSpeeds` it is learnt from the steps of sequences. Hits that are
             slower to load than to compute are then left where they are (`hicache.deciding`). None: all are loaded.
         progress: told while pages that the NVMe tier has kept over a restart are put back.
+        listeners: hear of every copy that can be served from now on, or cannot any longer.
 
     Raises `BadRequest` when tiers and layout disagree, the budget cannot hold a single page, or `exclusive` is asked
     for together with a policy that writes through.
@@ -103,6 +104,7 @@ class Cache(Promoting, Copying, Tending):
         exclusive: bool = False,
         prefill: PrefillCurve | PrefillSpeeds | None = None,
         progress: Progress | None = None,
+        listeners: Sequence[HearsCopies] = (),
     ) -> None:
         own = checked_tiers(layout, tiers)
         policies = policies or {}
@@ -115,7 +117,7 @@ class Cache(Promoting, Copying, Tending):
             clock=clock,
             policies={**named, **policies},
             metadata_bytes=metadata_bytes,
-            listeners=[admission] if isinstance(admission, HearsShape) else [],
+            listeners=[*([admission] if isinstance(admission, HearsShape) else []), *listeners],
             exclusive=flag("exclusive", exclusive),
         )
         self._require_writable(write_policy)

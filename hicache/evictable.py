@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hicache.lease import Hold
 from hicache.node import COUNT_BITS, COUNT_MASK, TIER_MASK, Node
-from hicache.policy.base import EvictionPolicy, HearsResidency, HearsShape
+from hicache.policy.base import EvictionPolicy, HearsCopies, HearsResidency, HearsShape
 
 
 class Evictable:
@@ -21,14 +21,14 @@ class Evictable:
     With `droppable`, an order of its own over all tiers: the nodes that may leave the tree as they are, with all their
     copies. A node is listed there while it has no children, no leases and no holds.
 
-    `listeners` keep no order; they hear of shapes as policies do.
+    `listeners` keep no order; they hear of shapes as policies do, and of copies.
     """
 
     def __init__(
         self,
         policies: Sequence[EvictionPolicy],
         droppable: EvictionPolicy | None = None,
-        listeners: Sequence[HearsShape] = (),
+        listeners: Sequence[HearsShape | HearsCopies] = (),
     ) -> None:
         self.policies = tuple(policies)
         """Of the tiers. In a node's listings, `droppable` has the bit after theirs."""
@@ -36,7 +36,9 @@ class Evictable:
         self._orders = self.policies if droppable is None else (*self.policies, droppable)
         # Asked once: `isinstance` of a protocol takes longer than a policy does.
         self._unshaped = sum([1 << at for at, each in enumerate(self._orders) if not isinstance(each, HearsShape)])
-        self._shaped = (*[each for each in self._orders if isinstance(each, HearsShape)], *listeners)
+        self._shaped = tuple([each for each in (*self._orders, *listeners) if isinstance(each, HearsShape)])
+        self.hear_copies = tuple([each for each in listeners if isinstance(each, HearsCopies)])
+        """Who is told of copies that can be served."""
         self.is_shape_heard = bool(self._shaped)
         """Whether somebody hears of joins."""
         self._residents = [each if isinstance(each, HearsResidency) else None for each in policies]

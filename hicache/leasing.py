@@ -10,7 +10,7 @@ from hicache.errors import BadRequest, LeaseExpired, NoRoom, NotResident
 from hicache.lease import Lease
 from hicache.metadata import MAX_PUBLICATIONS, MAX_REPORT_BYTES
 from hicache.node import Node
-from hicache.policy.base import EvictionPolicy, HearsShape
+from hicache.policy.base import EvictionPolicy, HearsCopies, HearsShape
 from hicache.results import Inserted, Match
 from hicache.structure import Structure
 from hicache.tier import TierId
@@ -26,7 +26,7 @@ class Leasing(Structure):
         page_size: int,
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
-        listeners: Sequence[HearsShape] = (),
+        listeners: Sequence[HearsShape | HearsCopies] = (),
         metadata_bytes: int | None = None,
         max_publications: int = MAX_PUBLICATIONS,
         max_report_bytes: int = MAX_REPORT_BYTES,

@@ -17,7 +17,7 @@ from hicache.layout import KVLayout
 from hicache.lease import Lease, Move, Pin
 from hicache.movers import Lane, Priority, Transfer
 from hicache.node import Node
-from hicache.policy.base import EvictionPolicy, HearsShape
+from hicache.policy.base import EvictionPolicy, HearsCopies, HearsShape
 from hicache.residency import Residency
 from hicache.tier import DEVICE, HOST, NVME, Slots, SupportsDeclare, SupportsPageCopy, SupportsView, Tier, TierId
 from hicache.tree import HiRadixTree
@@ -103,7 +103,7 @@ class Running:
         clock: Clock,
         policies: Mapping[TierId, EvictionPolicy],
         metadata_bytes: int | None,
-        listeners: Sequence[HearsShape],
+        listeners: Sequence[HearsShape | HearsCopies],
         exclusive: bool,
     ) -> None:
         """`tiers` are those of `checked_tiers`; the rest is as `hicache.cache.Cache` takes it."""

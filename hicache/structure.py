@@ -49,7 +49,7 @@ from hicache.node import (
     tier_index,
     with_state,
 )
-from hicache.policy.base import EvictionPolicy, HearsShape
+from hicache.policy.base import EvictionPolicy, HearsCopies, HearsShape
 from hicache.policy.lru import LruPolicy
 from hicache.published import Published
 from hicache.reports import Reports
@@ -76,7 +76,7 @@ class Structure:
         page_size: int,
         tiers: Sequence[TierId],
         policies: Mapping[TierId, EvictionPolicy] | None = None,
-        listeners: Sequence[HearsShape] = (),
+        listeners: Sequence[HearsShape | HearsCopies] = (),
         metadata_bytes: int | None = None,
         max_publications: int = MAX_PUBLICATIONS,
         max_report_bytes: int = MAX_REPORT_BYTES,
@@ -491,6 +491,11 @@ class Structure:
             # The first child in a tier, or none any more: the parent ceases or begins to be a leaf of it.
             if parent._in_tier >> shift & COUNT_MASK == is_in:
                 self._refresh(parent)
+        if self._evictable.hear_copies:
+            was_there, is_there = before is Residency.RESIDENT, state is Residency.RESIDENT
+            if was_there != is_there:
+                for each in self._evictable.hear_copies:
+                    each.copied(node, self.tiers[index], is_there)
 
     def _drop_copy(self, node: Node, index: int, freed: FreedParts) -> None:
         """One copy goes now: its slots are free, or CONDEMNED while something uses them."""

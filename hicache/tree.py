@@ -98,9 +98,9 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
 
     `tiers` are the cache's own, fast to slow, at most 8, none twice. `policies` may name one policy object for any of
     them (never shared between tiers); the others get `LruPolicy`. `listeners`, which are none, hear of every split and
-    join. `metadata_bytes` bounds the memory of the tree itself, as the property of that name estimates it: `insert`
-    makes room below it. Splits for leases, moves and publications may pass it by a node each, and the next insert makes
-    up for them.
+    join, or of every copy that can be served or no longer. `metadata_bytes` bounds the memory of the tree itself, as
+    the property of that name estimates it: `insert` makes room below it. Splits for leases, moves and publications may
+    pass it by a node each, and the next insert makes up for them.
 
     What lies beside the pages has bounds of its own, and is never a reason for a page to leave: `max_publications` (a
     further `publish` is refused) and `max_report_bytes` (a further report is not noted). `max_leases_per_owner`, None

@@ -1,6 +1,6 @@
 """Opens the tiers that a cache was asked for, and the cache over them: what the embedded cache consists of."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from hicache.cache import Cache
 from hicache.clock import Clock, SystemClock
 from hicache.deciding import PrefillSpeeds
 from hicache.errors import BadRequest
+from hicache.policy.base import HearsCopies
 from hicache.service.options import Options
 from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
 from hicache.tiers.device import DeviceTier
@@ -86,8 +87,10 @@ async def build(options: Options) -> Parts:
         return Parts(cache, device, host, nvme)
 
 
-def cache_over(options: Options, tiers: Mapping[TierId, Tier], clock: Clock) -> Cache:
-    """The cache that `options` ask for, over tiers that are open. Raises `BadRequest`."""
+def cache_over(
+    options: Options, tiers: Mapping[TierId, Tier], clock: Clock, *, listeners: Sequence[HearsCopies] = ()
+) -> Cache:
+    """The cache that `options` ask for, over open tiers; `listeners` hear of its copies. Raises `BadRequest`."""
     nvme, admission = tiers.get(NVME), None
     if nvme is not None:
         admission = admission_named(
@@ -108,4 +111,5 @@ def cache_over(options: Options, tiers: Mapping[TierId, Tier], clock: Clock) -> 
         exclusive=options.exclusive,
         prefill=PrefillSpeeds() if options.prefill == "measure" else options.prefill,
         progress=options.told("pages"),
+        listeners=listeners,
     )

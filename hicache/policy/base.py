@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hicache.node import Node
+from hicache.tier import TierId
 
 
 class EvictionPolicy(Protocol):
@@ -87,6 +88,16 @@ class HearsResidency(HearsShape, Protocol):
 
     def left(self, node: Node) -> None:
         """It does not any longer. The node is still in the tree; a `discard` of it comes before or after."""
+        ...
+
+
+@runtime_checkable
+class HearsCopies(Protocol):
+    """Who is told of every copy that can be served: what an index elsewhere is kept up to date with. Not a policy."""
+
+    def copied(self, node: Node, tier: TierId, is_there: bool) -> None:
+        """The tier's copy of a node can be served from now on, or cannot any longer. The node is in the tree, with the
+        pages that this is about; splits and joins are not told, as they change no page. Never raises."""
         ...
 
 

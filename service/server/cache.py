@@ -1,5 +1,6 @@
 """Opens the cache that a server serves: the arena and, where it was asked for, NVMe. The device is the engines' own."""
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -8,6 +9,7 @@ from aiofiles.os import wrap
 from hicache.cache import Cache
 from hicache.clock import Clock
 from hicache.errors import BadRequest
+from hicache.policy.base import HearsCopies
 from hicache.service.building import cache_over, open_nvme
 from hicache.service.config import ServeConfig
 from hicache.service.options import Options
@@ -60,8 +62,9 @@ def options_of(config: ServeConfig) -> Options:
         raise BadRequest(_KEYS.get(error.field, error.field), error.problem) from None
 
 
-async def open_cache(options: Options, clock: Clock) -> Served:
-    """Open the tiers; if one refuses, those before it are closed. Raises `TierUnavailable`, `BadRequest`."""
+async def open_cache(options: Options, clock: Clock, *, listeners: Sequence[HearsCopies] = ()) -> Served:
+    """Open the tiers; if one refuses, those before it are closed. `listeners` hear of all copies, those found on NVMe
+    included. Raises `TierUnavailable`, `BadRequest`."""
     async with AsyncExitStack() as stack:
         # Allocating takes a while; a thread does it, so that signals are heard meanwhile.
         host = await wrap(HostTier)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
@@ -72,6 +75,6 @@ async def open_cache(options: Options, clock: Clock) -> Served:
             nvme = await wrap(open_nvme)(options, clock)
             stack.push_async_callback(nvme.close)
             tiers[NVME] = nvme
-        cache = cache_over(options, tiers, clock)
+        cache = cache_over(options, tiers, clock, listeners=listeners)
         stack.pop_all()
         return Served(cache, host)

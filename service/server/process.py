@@ -28,6 +28,8 @@ from hicache.clock import SystemClock
 from hicache.errors import TierUnavailable
 from hicache.service import wire
 from hicache.service.config import ServeConfig
+from hicache.service.events.publisher import Publisher
+from hicache.service.events.residency import CopyEvents
 from hicache.service.metrics import CallTimes, families
 from hicache.service.readiness import READY, STOPPING, Supervisor
 from hicache.service.server.admin import AdminCalls
@@ -72,6 +74,8 @@ class Server:
         self.call_times: Final = CallTimes()
         self.metrics: Final = metrics
         """Where metrics are served, if that was asked for."""
+        self.publisher: Publisher | None = None
+        """Publishes events, if that was asked for."""
         self._tasks: Final = tasks
         self._own: Final[set[asyncio.Task[None]]] = set()
         self._began: Final = self.clock.monotonic()
@@ -147,10 +151,18 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
         if config.metrics_port is not None:
             metrics = MetricsServer(config.metrics_port)
             stack.callback(metrics.close)
-        served = await open_cache(opened_with, clock)
+        publisher, listeners = None, list[CopyEvents]()
+        if config.events_endpoint is not None:
+            publisher = Publisher(config.events_endpoint, config.events_replay_endpoint, clock)
+            stack.callback(publisher.close)
+            listeners.append(CopyEvents(publisher.tell))
+        served = await open_cache(opened_with, clock, listeners=listeners)
+        for each in listeners:
+            each.tree = served.cache.tree
         await stack.enter_async_context(served.cache)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = Server(config, served, tasks, metrics)
+        server.publisher = publisher
         stack.callback(server.storing.close)
 
         data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions)
@@ -179,6 +191,8 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
         watches: list[Coroutine[Any, Any, Any]] = [progress.watch(), server.sessions.watch()]
         if metrics is not None:
             watches.append(metrics.run(server.measured))
+        if publisher is not None:
+            watches.append(publisher.run())
         for watching in watches:
             stack.callback(tasks.create_task(watching).cancel)
         health = HealthServer(directory / wire.HEALTH_SOCKET, progress, clock)

@@ -33,6 +33,7 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
              max_handles, max_leases, leased_share, staging_bytes, total_staging_bytes
   [times]    lease_s, attach_s, max_call_s, drain_s
   [metrics]  port = 9464             (Prometheus, at http://127.0.0.1:9464/metrics)
+  [events]   endpoint = "ipc:///run/hicache/events", replay_endpoint   (KV events over ZMQ)
   [tenants.NAME]  secret_sha256 = "..."    (without such tables there is one tenant)
 
 SIGTERM and SIGINT stop it: sessions that hold something have drain_s seconds to finish,
