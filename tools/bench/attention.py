@@ -256,7 +256,7 @@ def measure_sparse(report: Report, recorded: "Recorded") -> None:
     num_layers, _, num_tokens, num_kv_heads, head_dim = recorded.kv.shape
     kv = torch.from_numpy(recorded.kv).bfloat16()
     queries = torch.from_numpy(recorded.queries).bfloat16()
-    first = num_tokens - num_tokens // 8
+    first = num_tokens - max(num_tokens // 8, SPARSE_CUTS * PAGE_SIZE)
     step = (num_tokens - first) // SPARSE_CUTS // PAGE_SIZE * PAGE_SIZE
     ours, box = _Errors(), _Errors()
     metadata = key_bytes = 0
