@@ -42,7 +42,8 @@ class Rope:
     """Frequencies of a model's rotary embedding."""
 
     frequencies: torch.Tensor
-    """float64 [rotary_dim / 2], radians a token."""
+    """float64 [rotary_dim / 2], radians a token. Where pages are on another device, each call copies them there, for
+    which the host waits."""
     pairing: Pairing = Pairing.HALVES
 
     @classmethod
