@@ -1,6 +1,7 @@
 """KV events in the form that vLLM publishes, so that routers which know that form know where our pages are.
 
-A message has three frames: the topic, the sequence as 8 bytes (big-endian, from 0, without gaps), and a msgpack array
+A message has three frames: the topic, which is empty, the sequence as 8 bytes (big-endian, from 0, without gaps), and a
+msgpack array
 
     [time (seconds since 1970), [event, ...], rank (0)]
 

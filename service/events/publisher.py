@@ -18,7 +18,8 @@ from hicache.clock import Clock
 from hicache.errors import BadRequest
 from hicache.service.events.form import END, Event, batch, cleared, sequence_bytes
 
-TOPIC: Final = b"kv-events"
+TOPIC: Final = b""
+"""As vLLM has it unless told otherwise: there are routers that subscribe to the empty topic exactly."""
 MAX_EVENTS: Final = 256
 """Events of one message."""
 KEPT_BATCHES: Final = 10_000
