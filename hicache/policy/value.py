@@ -210,16 +210,12 @@ class ValuePolicy:
     def victims(self) -> Iterator[Node]:
         order = self._order
         while order and not self._cells.get(order[0][1:]):
-            heappop(order)
-        left, given = order.copy(), set[tuple[int, int]]()
+            del self._cells[heappop(order)[1:]]
+        left = order.copy()
         while left:
-            _, index, span = heappop(left)
-            cell = self._cells.get((index, span))
-            if cell and (index, span) not in given:
-                given.add((index, span))
-                for batch in cell.values():
-                    for box in batch.listed:
-                        yield box[0]
+            for batch in self._cells.get(heappop(left)[1:], {}).values():
+                for box in batch.listed:
+                    yield box[0]
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
@@ -303,8 +299,9 @@ class ValuePolicy:
     def _show(self, batch: _Batch) -> None:
         """Put a batch with listed nodes into its cell."""
         place = batch.index, batch.span
-        cell = self._cells.setdefault(place, {})
-        if not cell:
+        cell = self._cells.get(place)
+        if cell is None:  # one that has become empty still stands in the order
+            cell = self._cells[place] = {}
             heappush(self._order, (self._worth[batch.index][batch.span], *place))
         cell[id(batch)] = batch
 

@@ -150,6 +150,7 @@ def test_hints_between_two_uses_take_no_memory() -> None:
     for number in range(1000):
         policy.hinted([node], Hint(returns=number % 2 == 0), chain.now)
     assert sum(map(len, policy._aging)) <= 5
+    assert len(policy._order) <= 5
     assert order_of(policy) == [node]
     chain.use(node)
     policy.hinted([node], Hint(returns=True), chain.now)
