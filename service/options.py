@@ -82,6 +82,7 @@ class Options:
             ("nvme_write_bytes_per_day", nvme_write_bytes_per_day, None),
             ("nvme_codec", nvme_codec, "none"),
             ("admission", admission, ALWAYS),
+            ("exclusive", exclusive, False),
         ):
             if nvme_dir is None and value != unused:
                 raise BadRequest(name, "is given together with nvme_dir")

@@ -64,7 +64,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_made(
     ("name", "value"),
     [
         ("nvme_min_free_bytes", 5), ("nvme_write_bytes_per_day", 1 << 30), ("nvme_codec", "lz4"),
-        ("admission", "predicted"),
+        ("admission", "predicted"), ("exclusive", True),
     ],
 )
 def test_what_is_for_nvme_needs_a_directory(name: str, value: Any, tmp_path: Path) -> None:
