@@ -5,7 +5,8 @@ of every prompt. So a bad policy is found out in its shadow, where it costs noth
 has shown it. `ahead` is what the inner policy's shadow found more, in pages, but for the share `TOLERANCE` of LRU's:
 
     LRU order    at first. `ahead` never falls below 0; when it reaches the rise, the inner policy is trusted. The rise
-                 is the margin at first, and twice as much after each fall.
+                 is the margin at first, and twice as much after each fall; and where that is more than `STAKE` of all
+                 that LRU has found, so that a mistake would cost too much of it, it is `LEAD` of that at least.
     inner order  `ahead` begins at 0 and is at most `CREDIT` of the capacity, as merits of long ago excuse nothing; when
                  it is below minus the margin, the inner policy has fallen.
 
@@ -40,7 +41,9 @@ MARGIN: Final = 1 / 256
 MARGIN_PROMPTS: Final = 1.0
 AVERAGE_PROMPTS: Final = 64
 """Prompts over which their length is averaged."""
-CREDIT: Final = 1 / 4
+CREDIT: Final = 1 / 10
+STAKE: Final = 0.005
+LEAD: Final = 0.15
 TOLERANCE: Final = 0.002
 SHADOW_PAGES: Final = 1 << 15
 """Pages, and so nodes at most, that each shadow stands for: 20 MB where every page is a node of its own."""
@@ -74,6 +77,7 @@ class GuardedPolicy:
         self._listed: dict[Box, None] = {}
         untrack(self._listed)
         self._ahead = 0.0  # pages
+        self._lru_found = 0.0  # pages
         self._trusts_inner = False
         self._rise = 1  # margins
         self._prompts = 0
@@ -149,6 +153,7 @@ class GuardedPolicy:
         if self._share < 1 and crc32(prefix_of(use.path[min(1, len(use.path) - 1)])) >= self._share * _HASHES:
             return
         inner_pages, lru_pages = (shadow.use(use) for shadow in self._shadows)
+        self._lru_found += lru_pages / self._share
         self._judge((inner_pages - (1 - TOLERANCE) * lru_pages) / self._share)
 
     def victims(self) -> Iterator[Node]:
@@ -160,7 +165,10 @@ class GuardedPolicy:
         self._ahead += more_pages
         if not self._trusts_inner:
             self._ahead = max(0.0, self._ahead)
-            if self._ahead >= margin * self._rise:
+            rise = margin * self._rise
+            if rise > STAKE * self._lru_found:
+                rise = max(rise, LEAD * self._lru_found)
+            if self._ahead >= rise:
                 self._trusts_inner, self._ahead = True, 0.0
             return
         self._ahead = min(self._ahead, CREDIT * self._capacity)

@@ -79,7 +79,7 @@ def often_among_many(seed: int, count: int) -> list[list[int]]:
     return [[pick.randrange(30)] if pick.random() < 0.2 else [100 + step] for step in range(count)]
 
 
-@pytest.mark.parametrize("capacity", [100, 200, 600])
+@pytest.mark.parametrize("capacity", [60, 100, 200, 600])
 @pytest.mark.parametrize("waiting", [5, 20, 60])
 def test_the_worst_policy_loses_no_more_than_a_hundredth_of_what_lru_finds(waiting: int, capacity: int) -> None:
     paths = conversations(waiting, 2500, waiting)
@@ -116,7 +116,7 @@ def test_a_policy_that_recovers_is_trusted_again(monkeypatch: pytest.MonkeyPatch
             cache.request(paths[now], now)
             asked += guard.trusts_inner
         trusted.append(asked / 4_000)
-    assert trusted[0] > 0.9
+    assert trusted[0] > 0.85
     assert trusted[1] < 0.5
     assert trusted[2] > 0.7
 
