@@ -30,6 +30,9 @@ _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     # A server that is started again is another session anyway: nobody waits for a channel to come back.
     ("grpc.enable_retries", 0),
+    # Otherwise a channel shares connections with others of the process to the same socket, and with them the pause
+    # after one that was refused: a client that attaches to a restarted server would be told of the old server's end.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 Beat = Callable[[], pb.Beat]

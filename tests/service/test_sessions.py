@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from hicache.errors import LeaseExpired
 from hicache.service import wire
 from hicache.service.client import Client, Durability, Outcome, Prompt, connect, connect_async
-from hicache.service.client.transport import GrpcTransport, say_hello
+from hicache.service.client.calls import Request
+from hicache.service.client.transport import AsyncGrpcTransport, GrpcTransport, say_hello
 from hicache.service.errors import Unreachable, VersionMismatch
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
@@ -301,5 +303,27 @@ def test_the_awaited_client_finds_a_restarted_server_too(tmp_path: Path) -> None
                         await reservation.commit()
         finally:
             assert server.stop() == 0
+
+    asyncio.run(use())
+
+
+def test_a_new_connection_knows_nothing_of_one_that_was_refused(tmp_path: Path) -> None:
+    """I37: a client that attaches again is not made to wait for the pause after an earlier try of its process."""
+    request = Request("Register", pb.RegisterRequest())
+
+    async def use() -> None:
+        before, after = AsyncGrpcTransport(tmp_path), AsyncGrpcTransport(tmp_path)
+        server = grpc.aio.server()
+        try:
+            with pytest.raises(Unreachable):
+                await before.call(request, WAIT_S)
+            server.add_insecure_port(wire.address(str(tmp_path / wire.DATA_SOCKET)))
+            await server.start()
+            with pytest.raises(VersionMismatch):  # it has no method at all, and says so
+                await after.call(request, WAIT_S)
+        finally:
+            await server.stop(0)
+            await before.close()
+            await after.close()
 
     asyncio.run(use())
