@@ -16,6 +16,7 @@ from hicache.service.client.client import (
     directory_of,
     make_hello,
 )
+from hicache.service.client.face import SessionFace
 from hicache.service.client.memory import Memory
 from hicache.service.client.pages import AsyncLease, AsyncReservation
 from hicache.service.client.prompt import Prompt
@@ -23,7 +24,6 @@ from hicache.service.client.results import Committed, Durability, Lookup, Pinned
 from hicache.service.client.transport import AsyncGrpcTransport, AsyncTransport
 from hicache.service.errors import UnknownSession, Unreachable
 from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.work import EngineWork
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ async def connect_async(
             await client._close()
 
 
-class AsyncClient:
+class AsyncClient(SessionFace):
     """A session with a server, on one event loop. Made by `connect_async`; see `Client` for what happens when the
     server is started again."""
 
@@ -64,7 +64,7 @@ class AsyncClient:
         self._tasks: Final = tasks
         self._lock: Final = asyncio.Lock()
         self._transport: AsyncTransport | None = None
-        self._attachment: Attachment | None = None
+        self._attachment = None
         self._beating: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -122,34 +122,6 @@ class AsyncClient:
         """See `Client.hint`."""
         message = calls.make_hint(priority, retain_s, expected_return_s, returns)
         return await self._run(lambda attachment: calls.hint(attachment, prompt, message), timeout_s)
-
-    def report(self, work: EngineWork) -> None:
-        """See `Client.report`. Does not wait."""
-        attachment = self._attachment
-        if attachment is not None:
-            attachment.report(work)
-
-    @property
-    def durable_sequence(self) -> int:
-        """See `Client.durable_sequence`."""
-        return self._attachment.durable_sequence if self._attachment is not None else 0
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """See `Client.lost`."""
-        return frozenset(self._attachment.lost if self._attachment is not None else ())
-
-    @property
-    def is_draining(self) -> bool:
-        """See `Client.is_draining`."""
-        return self._attachment is not None and self._attachment.is_draining
-
-    @property
-    def welcome(self) -> pb.Welcome:
-        """See `Client.welcome`."""
-        if self._attachment is None:
-            raise Closed("the client is closed")
-        return self._attachment.welcome
 
     async def _run(self, steps: Callable[[Attachment], Steps[T]], timeout_s: float | None) -> T:
         deadline = self._deadline(timeout_s)

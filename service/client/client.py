@@ -12,6 +12,7 @@ from hicache.errors import BadRequest, Closed, DeadlineExceeded, HicacheError
 from hicache.service import wire
 from hicache.service.client import calls
 from hicache.service.client.calls import Attachment, Reserved, Steps
+from hicache.service.client.face import SessionFace
 from hicache.service.client.memory import Memory
 from hicache.service.client.pages import Lease, Reservation
 from hicache.service.client.prompt import Prompt
@@ -20,7 +21,6 @@ from hicache.service.client.transport import GrpcTransport, Transport
 from hicache.service.errors import UnknownSession, Unreachable
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.sockets import default_directory
-from hicache.service.work import EngineWork
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 """How long a call may take."""
@@ -72,7 +72,7 @@ def make_hello(tenant: str, secret: bytes, staging_bytes: int, name: str) -> pb.
     return pb.Hello(protocol=wire.PROTOCOL, tenant=tenant, secret=secret, staging_bytes=staging_bytes, name=name)
 
 
-class Client:
+class Client(SessionFace):
     """A session with a server. Thread-safe; a context manager. Made by `connect`.
 
     When the server is started again, or the session ends for another reason, the next call begins a new one by itself:
@@ -87,7 +87,7 @@ class Client:
         # Guards the three below. Held while a new session is begun, so that of many threads one does it.
         self._lock: Final = threading.Lock()
         self._transport: Transport | None = None
-        self._attachment: Attachment | None = None
+        self._attachment = None
         self._is_closed = False
 
     # -- the face -----------------------------------------------------------------------------------------------------
@@ -158,36 +158,6 @@ class Client:
         before it (below 0). Returns how many tokens of it are cached: the hint is about these."""
         message = calls.make_hint(priority, retain_s, expected_return_s, returns)
         return self._run(lambda attachment: calls.hint(attachment, prompt, message), timeout_s)
-
-    def report(self, work: EngineWork) -> None:
-        """Say what the engine has done since the last report, for the server's metrics: how long requests waited, and
-        how fast prompts are computed, from which the server tells what its hits have saved. Sent with the next beat;
-        what a session has not sent when it ends is lost. Does not wait. Raises `BadRequest`."""
-        attachment = self._attachment
-        if attachment is not None:
-            attachment.report(work)
-
-    @property
-    def durable_sequence(self) -> int:
-        """The number up to which all promises of durability of this session are settled (`Committed.sequence`)."""
-        return self._attachment.durable_sequence if self._attachment is not None else 0
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Promises up to `durable_sequence` that could not be kept."""
-        return frozenset(self._attachment.lost if self._attachment is not None else ())
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the server has said that it is about to stop."""
-        return self._attachment is not None and self._attachment.is_draining
-
-    @property
-    def welcome(self) -> pb.Welcome:
-        """What the server said of itself and of this session's bounds. Raises `Closed`."""
-        if self._attachment is None:
-            raise Closed("the client is closed")
-        return self._attachment.welcome
 
     def close(self) -> None:
         """End the session; what it held is given back by the server. Views that are still looked at stay readable, but
