@@ -30,8 +30,6 @@ class Elements(NamedTuple):
         return self.query != self.stored
 
 
-ARCHS: Final = (80, 90, 100)
-"""Compute capabilities: 80 for sm_80."""
 DTYPES: Final = {
     "float16": Elements(torch.float16, "*fp16", torch.float16, "*fp16"),
     "bfloat16": Elements(torch.bfloat16, "*bf16", torch.bfloat16, "*bf16"),

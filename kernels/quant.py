@@ -175,7 +175,7 @@ def _takes_kernel(pages: KVLayers, slots: torch.Tensor, path: Path | None) -> bo
 @cache
 def _converts_e4m3(device: torch.device) -> bool:
     """Whether kernels can convert to float8_e4m3fn on `device`. If not, says so, once."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+    if launch.compute_capability(device) >= (8, 9):
         return True
     _log.warning("%s has no instructions for float8_e4m3fn (sm_89 and later do): torch converts pages there", device)
     return False

@@ -26,10 +26,6 @@ class Ordered:
         for _, _, box in self._order:
             yield box[0]
 
-    def first_key(self) -> float:
-        """The smallest key; there is at least one node."""
-        return next(iter(self._order))[0]
-
     def entries(self) -> Iterator[tuple[float, Node]]:
         """Keys and nodes, smallest key first."""
         for key, _, box in self._order:

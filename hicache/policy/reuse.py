@@ -15,7 +15,6 @@ with `ALL_PAGES` pages of which in each octave of age the share 1 - 2^-0.5 is re
 """
 
 from array import array
-from bisect import bisect_right
 from typing import Final
 
 import numpy as np
@@ -33,11 +32,6 @@ Floats = npt.NDArray[np.float64]
 
 _WIDTHS: Final[Floats] = np.diff(np.array([*AGES, 2 * AGES[-1]], np.float64))
 _FIRST_READ: Final = 1 - 2**-0.25  # of what is left, in a span
-
-
-def span_of(age: int) -> int:
-    """The span in which an age, at least 1, lies."""
-    return bisect_right(AGES, age) - 1
 
 
 class Reuse:

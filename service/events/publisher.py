@@ -44,8 +44,6 @@ class Publisher:
         self._kept_bytes = 0
         self.num_batches = 0
         """Messages so far: the next one's sequence."""
-        self.num_events = 0
-        """Events in these."""
         self.replay_endpoint = ""
         try:
             self._out: Final = self._bound(zmq.PUB, "events.endpoint", endpoint, QUEUED)
@@ -94,7 +92,6 @@ class Publisher:
         events = [self._pending.popleft() for _ in range(min(MAX_EVENTS, len(self._pending)))]
         payload, sequence = batch(self._clock.wall(), events), self.num_batches
         self.num_batches += 1
-        self.num_events += len(events)
         self._kept.append((sequence, payload))
         self._kept_bytes += len(payload)
         while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
