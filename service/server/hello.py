@@ -19,6 +19,7 @@ from hicache.errors import BadRequest, Closed, HicacheError
 from hicache.service import wire
 from hicache.service.errors import Forbidden, ServerFailure, VersionMismatch, to_wire
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.accepting import Acceptor
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.staging import Staging
@@ -29,8 +30,6 @@ HELLO_S: Final = 5.0
 MAX_HELLOS: Final = 64
 """Hellos under way at a time; who comes above that is hung up on."""
 BACKLOG: Final = 128
-EXHAUSTED_S: Final = 0.2
-"""How long nobody is let in after descriptors ran out."""
 _SO_PEERPIDFD: Final = 77  # has no name in `socket` yet; Linux 6.5
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -48,63 +47,40 @@ class HelloServer:
         self._host: Final = host
         self._tenants: Final = tenants
         self._generations_fd: Final = host.share_generations()
-        self._num_under_way = 0
-        self._is_closed = False
-        self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self._socket.bind(path)
+            listening.bind(path)
             os.chmod(path, 0o600)
-            self._socket.listen(BACKLOG)
+            listening.listen(BACKLOG)
         except OSError:
-            self._socket.close()
+            listening.close()
             raise
+        self._acceptor: Final = Acceptor(listening, MAX_HELLOS, "hello")
 
     def close(self) -> None:
         """Let nobody in any more; `run` is cancelled by its owner."""
-        self._is_closed = True
-        self._socket.close()
+        self._acceptor.close()
 
     async def run(self) -> NoReturn:
         """Accept until cancelled. Waits for nothing else."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                try:
-                    connection, _ = await loop.sock_accept(self._socket)
-                except OSError as error:
-                    if self._is_closed:
-                        raise asyncio.CancelledError from error
-                    # Descriptors or memory ran out: those who wait are let in when there are some again.
-                    _log.warning("nobody is let in for a moment: %s", error.strerror)
-                    await asyncio.sleep(EXHAUSTED_S)
-                    continue
-                if self._num_under_way >= MAX_HELLOS:
-                    connection.close()
-                    continue
-                tasks.create_task(self._handle(connection))
-        raise AssertionError("accepting has no end")
+        await self._acceptor.run(self._handle)
 
     async def _handle(self, connection: socket.socket) -> None:
-        self._num_under_way += 1
         session: Session | None = None
         try:
-            with connection:
-                connection.setblocking(False)
-                async with asyncio.timeout(HELLO_S):
-                    try:
-                        session, answer, fds = await self._answer(connection)
-                    except HicacheError as error:
-                        answer, fds = _refusal(error), []
-                    except (OSError, MemoryError) as error:
-                        _log.warning("a hello failed: %s", error)
-                        answer, fds = _refusal(ServerFailure("the server is out of descriptors or memory")), []
-                    socket.send_fds(connection, [answer], fds)
+            async with asyncio.timeout(HELLO_S):
+                try:
+                    session, answer, fds = await self._answer(connection)
+                except HicacheError as error:
+                    answer, fds = _refusal(error), []
+                except (OSError, MemoryError) as error:
+                    _log.warning("a hello failed: %s", error)
+                    answer, fds = _refusal(ServerFailure("the server is out of descriptors or memory")), []
+                socket.send_fds(connection, [answer], fds)
         except (OSError, TimeoutError):
             # Whoever it was is gone, or waits for something else; a session nobody was told of is of no use.
             if session is not None:
                 self._sessions.end(session, "its hello failed")
-        finally:
-            self._num_under_way -= 1
 
     async def _answer(self, connection: socket.socket) -> tuple[Session, bytes, list[int]]:
         """Begin a session for whoever is at the other end. Raises what is told to them."""

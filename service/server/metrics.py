@@ -6,7 +6,6 @@ millisecond, and written down as text in a thread.
 """
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from hicache.errors import BadRequest
 from hicache.service.metrics import registry
+from hicache.service.server.accepting import Acceptor
 
 MAX_REQUESTS: Final = 8
 """Requests under way; further connections are closed."""
@@ -27,11 +27,7 @@ BACKLOG: Final = 64
 """Connections that wait to be accepted."""
 MAX_HEAD_BYTES: Final = 16 << 10
 """Of a request, up to its empty line."""
-EXHAUSTED_S: Final = 0.1
-"""How long nobody is let in when descriptors or memory have run out."""
 LOOPBACK: Final = "127.0.0.1"
-
-_log = logging.getLogger(__name__)
 
 
 class MetricsServer:
@@ -39,50 +35,25 @@ class MetricsServer:
 
     def __init__(self, port: int) -> None:
         """Take the port; 0 takes a free one. Raises `BadRequest` if it cannot be had."""
-        self._socket: Final = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((LOOPBACK, port))
-            self._socket.listen(BACKLOG)
-            self._socket.setblocking(False)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((LOOPBACK, port))
+            listening.listen(BACKLOG)
+            listening.setblocking(False)
         except OSError as error:
-            self._socket.close()
+            listening.close()
             raise BadRequest("metrics.port", f"{port} cannot be had: {error.strerror}") from None
-        self.port: Final = int(self._socket.getsockname()[1])
-        self._num_under_way = 0
-        self._is_closed = False
+        self.port: Final = int(listening.getsockname()[1])
+        self._acceptor: Final = Acceptor(listening, MAX_REQUESTS, "metrics")
 
     def close(self) -> None:
         """Let nobody in any more; `run` is cancelled by its owner. Again is harmless."""
-        self._is_closed = True
-        self._socket.close()
+        self._acceptor.close()
 
     async def run(self, collect: Callable[[], list[Metric]]) -> NoReturn:
         """Answer until cancelled. `collect` says what there is to tell, and does not wait."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                try:
-                    connection, _ = await loop.sock_accept(self._socket)
-                except OSError as error:
-                    if self._is_closed:
-                        raise asyncio.CancelledError from error
-                    _log.warning("no metrics for a moment: %s", error.strerror)
-                    await asyncio.sleep(EXHAUSTED_S)
-                    continue
-                if self._num_under_way >= MAX_REQUESTS:
-                    connection.close()
-                    continue
-                connection.setblocking(False)
-                self._num_under_way += 1
-                # Not in a `finally` of the task: cancelled before its first step it would run none.
-                task = tasks.create_task(self._handle(connection, collect))
-                task.add_done_callback(partial(self._end, connection))
-        raise AssertionError("accepting has no end")
-
-    def _end(self, connection: socket.socket, task: "asyncio.Task[None]") -> None:
-        connection.close()
-        self._num_under_way -= 1
+        await self._acceptor.run(partial(self._handle, collect=collect))
 
     async def _handle(self, connection: socket.socket, collect: Callable[[], list[Metric]]) -> None:
         loop = asyncio.get_running_loop()
