@@ -63,7 +63,7 @@ class Cache(Promoting, Copying, Tending):
 
     Use it as an async context manager: leaving the block drains the lanes for at most `DRAIN_S`, then closes the tiers.
     A disk that does not answer is waited for `GIVE_UP_S` more (`SupportsGiveUp`); what it may be using then stays as it
-    is until the process ends.
+    is until the process ends. `leave_by` asks for less time.
 
     Args:
         layout: shape of a page; every tier has `page_bytes == layout.page_bytes`.
@@ -134,6 +134,7 @@ class Cache(Promoting, Copying, Tending):
         )
         self._report_progress: Final = progress
         self._timer: asyncio.TimerHandle | None = None
+        self._leave_by = float("inf")
         self._is_given_up = False
         """Whether some copies were still under way when the cache was left."""
         self.recovered = Recovery()
@@ -143,9 +144,9 @@ class Cache(Promoting, Copying, Tending):
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            stack.callback(self._stop_timer)
             for tier in self.tiers.values():
                 stack.push_async_callback(self._close_tier, tier)
-            stack.callback(self._stop_timer)
             await self._recover()
             await stack.enter_async_context(self._tasks)
             stack.push_async_callback(self._close_lanes)
@@ -157,12 +158,21 @@ class Cache(Promoting, Copying, Tending):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer = asyncio.get_running_loop().call_later(DRAIN_S + GIVE_UP_S, self._give_up)
+        self._leave_by = min(self._leave_by, self.clock.monotonic() + DRAIN_S + GIVE_UP_S)
+        self._timer = asyncio.get_running_loop().call_later(self._time_to_leave(), self._give_up)
         # The error of the block is not handed on: lanes are closed in the same way whatever ended the block.
         await self._exit.aclose()
 
+    def leave_by(self, deadline: float) -> None:
+        """Leave the block by `deadline` (monotonic seconds), if it would take longer: queued moves have two thirds of
+        what time there is then, copies that cannot be stopped the rest."""
+        self._leave_by = deadline
+
+    def _time_to_leave(self) -> float:
+        return max(0.0, self._leave_by - self.clock.monotonic())
+
     def _stop_timer(self) -> None:
-        """Nothing is under way any more."""
+        """Nothing is under way any more, and every tier is closed."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -191,7 +201,7 @@ class Cache(Promoting, Copying, Tending):
     async def _close_lanes(self) -> None:
         self._closing = True
         self._wake()
-        drain_until = self.clock.monotonic() + DRAIN_S
+        drain_until = self.clock.monotonic() + self._time_to_leave() * DRAIN_S / (DRAIN_S + GIVE_UP_S)
         for lane in self._lanes.values():
             await lane.close(drain_until=drain_until)
 

@@ -177,6 +177,7 @@ class NvmeTier:
         self._batches: Final[set[Batch]] = set()
         """Calls of `read` and `write` under way."""
         self._is_given_up = False
+        self._closing: asyncio.Timeout | None = None
         self._ending = asyncio.Lock()
 
     @classmethod
@@ -567,7 +568,7 @@ class NvmeTier:
         self._keeper.close()
         timeout_s, self._is_given_up = 0.0 if self._is_given_up else CLOSE_TIMEOUT_S, False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as self._closing:
                 for lanes in (self._reads, self._writes, self._layers):
                     await lanes.stop()
                 async with self._ending:
@@ -577,18 +578,23 @@ class NvmeTier:
             self._commits.give_up()
             _log.warning("%s: the device does not answer; its files stay open", self._directory.path)
             return
+        finally:
+            self._closing = None
         if not self._released:
             self._released = True
             close_directory(self._files, self._directory)
 
     def give_up(self) -> None:
-        """Wait for the device no more: calls under way answer `ERROR` for what has not been copied, and the next
-        `close` does not wait. Buffers of those calls belong to their copies until the process ends."""
+        """Wait for the device no more: calls under way answer `ERROR` for what has not been copied, and `close` does
+        not wait, be it the next or one under way. Buffers of those calls belong to their copies until the process
+        ends."""
         self._closed = self._is_given_up = True
         self._keeper.close()
         self._commits.give_up()
         for batch in self._batches:
             batch.give_up()
+        if self._closing is not None:
+            self._closing.reschedule(0.0)
 
     async def __aenter__(self) -> Self:
         return self
