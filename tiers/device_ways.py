@@ -5,14 +5,16 @@ by a kernel, large ones by the copy engine. So each is tried once, when the pool
 """
 
 import ctypes
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hicache.tiers.device_batch import Addresses, copy_batch, driver_call, stream_of
 from hicache.tiers.device_copy import (
     STAGING_BYTES,
     Bytes,
@@ -87,6 +89,40 @@ class EngineCopier(StagedCopier):
         return self._pool.data_ptr() + slot * self._pool.stride(1), self._pool.stride(0)
 
 
+CopyBatch = Callable[[Addresses, Addresses, int], None]
+"""Queues copies of as many bytes each: (targets, sources, bytes), uint64 `[n]` addresses, n at least 1."""
+
+
+class BatchCopier(StagedCopier):
+    """Registered memory, one call of the copy engine for all layers of all pages."""
+
+    def __init__(self, pool: Tensor, inward: StagingQueue, outward: StagingQueue, copy_batch: CopyBatch) -> None:
+        super().__init__(pool, inward, outward)
+        self._copy_batch = copy_batch
+
+    def copy_in(self, pages: Sequence[tuple[int, memoryview]]) -> None:
+        if pages:
+            there, here = self._addresses(pages)
+            self._inward.run(lambda: self._copy_batch(there, here, self._pool.shape[2]))
+
+    def copy_out(self, pages: Sequence[tuple[int, memoryview]]) -> None:
+        if pages:
+            there, here = self._addresses(pages)
+            self._outward.run(lambda: self._copy_batch(here, there, self._pool.shape[2]))
+
+    def _addresses(self, pages: Sequence[tuple[int, memoryview]]) -> tuple[Addresses, Addresses]:
+        """Of each layer of each page: in the pool, and in its buffer."""
+        num_layers, _, layer_bytes = self._pool.shape
+        layers = np.arange(num_layers, dtype=np.uint64)
+        slots = np.array([slot for slot, _ in pages], np.uint64)
+        buffers = np.array([_address(buffer) for _, buffer in pages], np.uint64)
+        there = np.uint64(self._pool.data_ptr()) + slots[:, None] * np.uint64(self._pool.stride(1))
+        return (
+            (there + layers * np.uint64(self._pool.stride(0))).ravel(),
+            (buffers[:, None] + layers * np.uint64(layer_bytes)).ravel(),
+        )
+
+
 class ChosenCopier:
     """A `PageCopier` that has one for memory that is registered, for each direction, and one for everything else."""
 
@@ -119,6 +155,10 @@ class ChosenCopier:
         self.other.copy_page(source_slot, target_slot)
 
 
+_log = logging.getLogger(__name__)
+
+_MAX_PITCH: Final = 11
+"""`cudaDevAttrMaxPitch`: rows of a copy in two dimensions may lie so many bytes apart."""
 MEASURED_BYTES: Final = 16 << 20
 """What each way copies, in each direction, when they are compared; at least one page."""
 MEASURED_ROUNDS: Final = 3
@@ -131,20 +171,49 @@ def cuda_copier(pool: Tensor) -> ChosenCopier:
     page_bytes = pool.shape[0] * pool.shape[2]
     num_pages = max(1, STAGING_BYTES // page_bytes)
     inward, outward = (CudaQueue(pool.device, num_pages, page_bytes) for _ in range(2))
-    staged = StagedCopier(pool, inward, outward)
-    ways: list[PageCopier] = [staged, KernelCopier(pool, inward, outward)]
-    copy_2d = engine_copies(pool)
-    if copy_2d is not None:
-        ways.append(EngineCopier(pool, inward, outward, copy_2d))
+    ways = copiers_of(pool, inward, outward)
     count = min(pool.shape[1], max(1, MEASURED_BYTES // page_bytes))
     # Zeros, so that what is copied in leaves the pool as it was.
     memory = torch.zeros((count, page_bytes), dtype=torch.uint8, pin_memory=True)
     pages = [(slot, row.numpy().data) for slot, row in enumerate(memory)]
     return ChosenCopier(
-        into=min(ways, key=lambda way: _elapsed_ms(lambda: way.copy_in(pages))),
-        out=min(ways, key=lambda way: _elapsed_ms(lambda: way.copy_out(pages))),
-        other=staged,
+        into=fastest(ways, lambda way: _elapsed_ms(lambda: way.copy_in(pages))),
+        out=fastest(ways, lambda way: _elapsed_ms(lambda: way.copy_out(pages))),
+        other=ways["staged"],
     )
+
+
+def copiers_of(pool: Tensor, inward: StagingQueue, outward: StagingQueue) -> dict[str, PageCopier]:
+    """Every way that there is on this machine, by name; "staged" and "kernel" always."""
+    ways: dict[str, PageCopier] = {
+        "staged": StagedCopier(pool, inward, outward), "kernel": KernelCopier(pool, inward, outward),
+    }  # fmt: skip
+    copy_2d = engine_copies(pool)
+    if copy_2d is not None:
+        ways["engine"] = EngineCopier(pool, inward, outward, copy_2d)
+    call = driver_call()
+    if call is not None:
+        ways["batch"] = BatchCopier(
+            pool, inward, outward,
+            lambda targets, sources, num_bytes: copy_batch(call, targets, sources, num_bytes, stream_of(pool.device)),
+        )  # fmt: skip
+    return ways
+
+
+def fastest(ways: Mapping[str, PageCopier], time_of: Callable[[PageCopier], float]) -> PageCopier:
+    """The way that takes the least time. One that raises `RuntimeError` is passed over, and said so in the log, unless
+    none works: then the last one's error is raised."""
+    times: dict[str, float] = {}
+    last: RuntimeError | None = None
+    for name, way in ways.items():
+        try:
+            times[name] = time_of(way)
+        except RuntimeError as error:
+            _log.warning("pages are not copied to and from the GPU the %s way: %s", name, error)
+            last = error
+    if not times:
+        raise last or ValueError("there is no way")
+    return ways[min(times, key=times.__getitem__)]
 
 
 def _elapsed_ms(copy: Callable[[], None]) -> float:
@@ -169,8 +238,12 @@ def engine_copies(pool: Tensor) -> Copy2D | None:
         from cupy.cuda import runtime
     except ImportError:
         return None
-    attributes = runtime.getDeviceProperties(pool.device.index)
-    if pool.stride(0) > int(attributes["memPitch"]):
+    try:
+        pitch_max = runtime.deviceGetAttribute(_MAX_PITCH, pool.device.index)
+    except RuntimeError as error:  # a driver that is too old for this cupy
+        _log.warning("cupy cannot use the GPU: %s", error)
+        return None
+    if pool.stride(0) > pitch_max:
         return None
 
     def copy_2d(target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:

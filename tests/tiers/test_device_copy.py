@@ -5,7 +5,9 @@ batching and the kernels' CPU path are what is tested.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hicache.tiers.device_batch import PROTOTYPE, Attributes, BatchCall, copy_batch, driver_call
 from hicache.tiers.device_copy import CpuCopier, PageCopier, StagedCopier
-from hicache.tiers.device_ways import ChosenCopier, EngineCopier, KernelCopier
+from hicache.tiers.device_ways import BatchCopier, ChosenCopier, EngineCopier, KernelCopier, copiers_of, fastest
 
 NUM_LAYERS, NUM_PAGES, LAYER_BYTES = 3, 11, 40
 PAGE_BYTES = NUM_LAYERS * LAYER_BYTES
@@ -50,7 +53,36 @@ def copy_2d(target: int, target_pitch: int, source: int, source_pitch: int, widt
         ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
 
-MAKERS = [CpuCopier, staged, kernel, engine]
+STREAM = 77
+
+
+def move_each(
+    targets: int, sources: int, sizes: int, count: int, attributes: int, firsts: int, num_attributes: int, failed: int,
+    stream: int,
+) -> int:  # fmt: skip
+    """What the driver does, and what it would refuse: 1 is CUDA_ERROR_INVALID_VALUE."""
+    how = Attributes.from_address(attributes)
+    if (num_attributes, how.source_order, how.flags, stream) != (1, 1, 0, STREAM):
+        return 1
+    if ctypes.c_size_t.from_address(firsts).value or not count:
+        return 1
+    arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]
+    for index, (target, source, size) in enumerate(zip(*arrays, strict=True)):
+        if not target or not source:
+            ctypes.c_size_t.from_address(failed).value = index
+            return 1
+        ctypes.memmove(target, source, size)
+    return 0
+
+
+batch_call: BatchCall = PROTOTYPE(move_each)
+
+
+def batch(pool: Tensor) -> PageCopier:
+    return BatchCopier(pool, Immediate(1), Immediate(1), partial(copy_batch, batch_call, stream=STREAM))
+
+
+MAKERS = [CpuCopier, staged, kernel, engine, batch]
 
 
 def random_pool(seed: int) -> Tensor:
@@ -146,3 +178,41 @@ def test_memory_that_is_not_registered_is_copied_the_staged_way() -> None:
     copier.copy_out([(5, buffer.data)])
     assert np.array_equal(buffer, page)
     assert (into.num_in, out.num_out) == (0, 0)
+
+
+def test_a_batch_that_the_driver_refuses_is_an_error_that_says_where() -> None:
+    addresses = np.zeros(3, np.uint64)
+    kept = np.zeros(8, np.uint8)
+    addresses[:2] = kept.ctypes.data
+    with pytest.raises(RuntimeError, match="error 1 at copy 2 of 3"):
+        copy_batch(batch_call, addresses, addresses, 4, STREAM)
+
+
+def test_what_the_driver_is_told_of_a_copy_is_as_long_as_in_c() -> None:
+    assert ctypes.sizeof(Attributes) == 24
+
+
+def test_without_a_gpu_there_are_the_two_ways_that_need_no_driver() -> None:
+    if torch.cuda.is_available():
+        assert driver_call() is not None
+    else:
+        assert driver_call() is None
+        assert list(copiers_of(random_pool(0), Immediate(1), Immediate(1))) == ["staged", "kernel"]
+
+
+def test_the_fastest_way_that_works_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    ways = {"slow": Counting(), "broken": Counting(), "fast": Counting()}
+    times = {id(ways["slow"]): 3.0, id(ways["fast"]): 2.0}
+
+    def time_of(way: PageCopier) -> float:
+        if id(way) not in times:
+            raise RuntimeError("no such instruction")
+        return times[id(way)]
+
+    with caplog.at_level(logging.WARNING):
+        assert fastest(ways, time_of) is ways["fast"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "pages are not copied to and from the GPU the broken way: no such instruction"
+    ]
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        fastest({"broken": ways["broken"]}, time_of)
