@@ -20,6 +20,8 @@ PROGRESS := sed -un -E -e 's/^ *Downloading ([^ -]+-[^ -]+)-[^ ]+\.whl (\(.*\))/
 # says that an editable install is an editable install.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -c constraints.txt --only-binary :all:
 PYTEST := $(BIN)/python -m pytest
+# Tests of one file share what they set up, so files are what the processes of a run divide among themselves.
+TEST_PROCESSES ?= 2
 
 .PHONY: help
 help: ## list the targets
@@ -32,7 +34,7 @@ demo: $(READY) ## show hicache doing its job on a real model and real documents
 
 .PHONY: test
 test: $(READY) ## run the tests and the examples in the docstrings
-	$(PYTEST) -m "not gpu and not faults"
+	$(PYTEST) -m "not gpu and not faults" -n $(TEST_PROCESSES) --dist loadfile
 
 .PHONY: faults
 faults: $(READY) ## run the tests that inject faults into files, devices and processes
