@@ -32,6 +32,11 @@ REMOTE: Final = TierId("remote")
 
 Slots = npt.NDArray[np.int32]
 """Slot ids of consecutive pages, one-dimensional."""
+PageSums = bytes
+"""Checksums of a page's bytes: packed little-endian uint32, one for each layer, then one for the whole page. They are
+taken where a page enters host memory, and handed on with it from tier to tier, which alone know what kind they are."""
+SUM_BYTES: Final = 4
+"""Bytes of one checksum."""
 
 
 class Outcome(Enum):
@@ -82,6 +87,9 @@ class PageWrite:
     identity: PageIdentity
     data: memoryview
     """The page's bytes, contiguous, `page_bytes` long. Belongs to the copy until `write` returns."""
+    sums: PageSums | None = None
+    """The page's checksums, where they are known: the tier then need not take them, and what it keeps is damaged if
+    they are not those of the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,8 @@ class PageRead:
     into: memoryview
     """Where the bytes go: contiguous, writable, `page_bytes` long. Belongs to the copy until `read` returns; holds
     nothing usable unless the outcome is `OK`."""
+    sums: bytearray | None = None
+    """Empty, if the page's checksums are wanted: they are there when the outcome is `OK` and the tier knows them."""
 
 
 class Tier(Protocol):
@@ -183,6 +193,26 @@ class SupportsDeclare(Protocol):
 
 
 @runtime_checkable
+class SupportsSums(SupportsDeclare, Protocol):
+    """A tier that keeps checksums with its pages: the host."""
+
+    @property
+    def num_sums(self) -> int:
+        """How many of each page: one for each layer, and one for the whole. 0 if it keeps none."""
+        ...
+
+    def sums(self, slot: int, generation: int) -> PageSums | None:
+        """Those of the page in the slot; None if they are not known, or the slot holds no page of that generation."""
+        ...
+
+    def declare(
+        self, slot: int, generation: int, identity: PageIdentity, sums: PageSums | None = None
+    ) -> Outcome:
+        """`SupportsDeclare.declare`, with the page's checksums where they were taken."""
+        ...
+
+
+@runtime_checkable
 class SupportsPageCopy(Protocol):
     """A tier that copies one of its slots onto another: copy-on-write of private device pages."""
 
@@ -207,8 +237,8 @@ class SupportsGiveUp(Protocol):
 
     def give_up(self) -> None:
         """Wait for the device no more, as the cache is being closed: calls under way answer `ERROR` for what has not
-        been copied, and `close` does not wait for it again. The device may still answer one day: buffers that were
-        given to those calls stay as they are until the process ends."""
+        been copied, and `close` does not wait for it, be it called later or under way. The device may still answer one
+        day: buffers that were given to those calls stay as they are until the process ends."""
         ...
 
 

@@ -166,7 +166,20 @@ class DeviceTier(MemoryTier):
         self._copier.copy_in([(page.slot, page.data) for page in pages])
 
     def _copy_out(self, pages: Sequence[PageRead]) -> None:
-        self._copier.copy_out([(page.slot, page.into) for page in pages])
+        # On a CPU page by page, so that the checksums find it in the core's cache.
+        num_at_once = 1 if self.device.type == "cpu" else len(pages)
+        for start in range(0, len(pages), num_at_once):
+            part = pages[start : start + num_at_once]
+            self._copier.copy_out([(page.slot, page.into) for page in part])
+            for page in part:
+                if page.sums is not None:
+                    self._take_sums(page.into, page.sums)
+
+    def _take_sums(self, page: memoryview, sums: bytearray) -> None:
+        from hicache.tiers.sums import page_sums  # xxhash, which pages that go nowhere else need not load
+
+        size = self.layout.layer_bytes(0)
+        sums[:] = page_sums(page, [(start, start + size) for start in range(0, self.page_bytes, size)])
 
     def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source_slot, target_slot in pairs:

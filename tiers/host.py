@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.layout import AttentionKind, KVLayout, LayerGroup, PageOrder
-from hicache.tier import HOST, PageRead, PageWrite, TierId
+from hicache.tier import HOST, SUM_BYTES, Outcome, PageIdentity, PageRead, PageSums, PageWrite, TierId
 from hicache.tiers.arena import Arena
 from hicache.tiers.memory import MemoryTier, capacity_in_pages
 
@@ -45,11 +46,15 @@ class HostTier(MemoryTier):
     the same bytes without a copy. Who fills a slot through one of them says so with `declare`; until then it holds
     nothing. Such views keep the memory mapped, after `close` too, but what they show then is nobody's.
 
+    Told of `layer_bytes`, the tier keeps the checksums that a page comes with (`PageWrite.sums`, `declare`), and hands
+    them on (`sums`). It never looks whether they are still right: a slower tier does, of a page that it reads back.
+
     Args:
         page_bytes: bytes of one page.
         capacity_pages: slots; or
         capacity_bytes: as many slots of `slot_bytes(page_bytes)` as fit. Exactly one of the two.
         pinned: register the arena with CUDA.
+        layer_bytes: bytes of each layer of a page, in order; None: no checksums are kept.
         huge_pages: gather the memory into 2 MiB pages.
         num_threads: threads that copy; by default one a core, at most `MAX_COPY_THREADS`.
 
@@ -62,6 +67,7 @@ class HostTier(MemoryTier):
         page_bytes: int,
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
+        layer_bytes: Sequence[int] | None = None,
         pinned: bool = False,
         huge_pages: bool = True,
         num_threads: int | None = None,
@@ -69,6 +75,9 @@ class HostTier(MemoryTier):
     ) -> None:
         if page_bytes < 1:
             raise BadRequest("page_bytes", f"{page_bytes} is below 1")
+        if layer_bytes is not None and (sum(layer_bytes) != page_bytes or min(layer_bytes) < 1):
+            raise BadRequest("layer_bytes", f"{sum(layer_bytes)} bytes in layers are no page of {page_bytes}")
+        self._layer_ranges: Final = tuple(pairwise(accumulate(layer_bytes or (), initial=0)))
         self.slot_stride: Final = slot_bytes(page_bytes)
         """Bytes from one slot to the next."""
         num_pages = capacity_in_pages(self.slot_stride, capacity_pages, capacity_bytes)
@@ -138,6 +147,33 @@ class HostTier(MemoryTier):
             self._generations = table
         return self._generations.fd
 
+    @property
+    def num_sums(self) -> int:
+        """Checksums of each page: one for each layer, and one for the whole. 0 if none are kept."""
+        return len(self._layer_ranges) + 1 if self._layer_ranges else 0
+
+    def sums(self, slot: int, generation: int) -> PageSums | None:
+        """The checksums that the page in the slot came with; None if it came without, or the slot holds no page of that
+        generation. Raises `BadRequest` for a slot that does not exist."""
+        if self._pool.generation(slot) != generation or (held := self._held[slot]) is None:
+            return None
+        return held.sums
+
+    def take_sums(self, slot: int) -> PageSums:
+        """The checksums of what lies in the slot now, for `declare`. Any thread may call; cheapest in the one that has
+        just filled the slot, while that is in its core's cache. For a tier that was told of `layer_bytes`."""
+        assert self._layer_ranges, f"{self.tier_id}: knows no layers to take checksums of"
+        from hicache.tiers.sums import page_sums  # xxhash, which a tier that keeps no checksums need not load
+
+        return page_sums(self.view(slot), self._layer_ranges)
+
+    def declare(
+        self, slot: int, generation: int, identity: PageIdentity, sums: PageSums | None = None
+    ) -> Outcome:
+        """See `SupportsSums`. Raises `BadRequest` for another number of checksums than `num_sums`."""
+        self._check_sums(sums)
+        return super().declare(slot, generation, identity, sums)
+
     def view(self, slot: int) -> memoryview:
         """The slot's bytes, writable, `page_bytes` long. Raises `TierUnavailable` once closed."""
         if not 0 <= slot < self.capacity_pages:
@@ -180,6 +216,15 @@ class HostTier(MemoryTier):
         if self._collapsing.is_alive():
             await asyncio.get_running_loop().run_in_executor(self._executor, self._collapsing.join)
         await super().close()
+
+    def _check_writes(self, pages: Sequence[PageWrite]) -> None:
+        super()._check_writes(pages)
+        for page in pages:
+            self._check_sums(page.sums)
+
+    def _check_sums(self, sums: PageSums | None) -> None:
+        if sums is not None and len(sums) != SUM_BYTES * self.num_sums:
+            raise BadRequest("sums", f"{len(sums)} bytes are not {self.num_sums} checksums")
 
     def _copy_in(self, pages: Sequence[PageWrite]) -> None:
         slots = self.array

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Final, TypeVar
 
 from hicache.errors import BadRequest, TierUnavailable
-from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots, TierId
+from hicache.tier import Outcome, PageIdentity, PageRead, PageSums, PageWrite, Slots, TierId
 from hicache.tiers.slots import MAX_SLOTS, SlotPool
 
 MAX_THREADS: Final = 64
@@ -36,6 +36,7 @@ class Held:
     """A slot's record that it holds one whole page. Each filling of a slot makes a new one."""
 
     identity: PageIdentity
+    sums: PageSums | None = None
 
 
 class MemoryTier(ABC):
@@ -123,12 +124,15 @@ class MemoryTier(ABC):
         held = self._held[slot]
         return Outcome.OK if held is not None and held.identity == identity else Outcome.NOT_FOUND
 
-    def declare(self, slot: int, generation: int, identity: PageIdentity) -> Outcome:
-        """The slot has been filled in place and holds that page, whole. `STALE` when it was freed meanwhile."""
+    def declare(
+        self, slot: int, generation: int, identity: PageIdentity, sums: PageSums | None = None
+    ) -> Outcome:
+        """The slot has been filled in place and holds that page, whole; `sums` are the page's checksums, where they
+        were taken. `STALE` when it was freed meanwhile."""
         if not self._accepts(slot, generation):
             return Outcome.STALE
         assert slot not in self._being_written, f"{self.tier_id}: slot {slot} was declared under a write"
-        self._held[slot] = Held(identity)
+        self._held[slot] = Held(identity, sums)
         return Outcome.OK
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
@@ -146,7 +150,7 @@ class MemoryTier(ABC):
             if not ok:
                 outcomes[index] = Outcome.ERROR
             elif self._accepts(page.slot, page.generation):
-                self._held[page.slot] = Held(page.identity)
+                self._held[page.slot] = Held(page.identity, page.sums)
                 outcomes[index] = Outcome.OK
         return outcomes
 
@@ -166,9 +170,11 @@ class MemoryTier(ABC):
             page = pages[index]
             if not ok:
                 outcomes[index] = Outcome.ERROR
-            elif self._held[page.slot] is not held:
+            elif held is None or self._held[page.slot] is not held:
                 freed = self._pool.generation(page.slot) != page.generation
                 outcomes[index] = Outcome.STALE if freed else Outcome.NOT_FOUND
+            elif page.sums is not None and not page.sums and held.sums is not None:
+                page.sums[:] = held.sums
         return outcomes
 
     async def close(self) -> None:

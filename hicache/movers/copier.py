@@ -12,6 +12,7 @@ from hicache.tier import (
     PageWrite,
     SupportsDeclare,
     SupportsLayerWrite,
+    SupportsSums,
     SupportsView,
     Tier,
 )
@@ -79,11 +80,13 @@ def find_copier(source: Tier, target: Tier) -> Copier:
 
 
 class IntoHost:
-    """The source reads straight into the host's slots; the host is told afterwards what they hold."""
+    """The source reads straight into the host's slots; the host is told afterwards what they hold, and what checksums
+    the source has of it."""
 
     def __init__(self, source: Tier, host: FillableTier) -> None:
         self._source = source
         self._host = host
+        self._sums = host if isinstance(host, SupportsSums) and host.num_sums > 0 else None
 
     def place(self, page: PageMove) -> int:
         return page.source_slot
@@ -94,25 +97,36 @@ class IntoHost:
         # A slot that was freed while the transfer waited may be somebody else's by now.
         live = [i for i, page in enumerate(pages) if host.generation(page.target_slot) == page.target_generation]
         reads = [
-            PageRead(page.source_slot, page.source_generation, page.identity, into=host.view(page.target_slot))
+            PageRead(
+                page.source_slot,
+                page.source_generation,
+                page.identity,
+                into=host.view(page.target_slot),
+                sums=bytearray() if self._sums is not None else None,
+            )
             for page in (pages[i] for i in live)
         ]
         if reads:
             # Paired before anything is declared: a tier that reports too little is believed in nothing.
-            for i, outcome in list(zip(live, await self._source.read(reads), strict=True)):
-                page = pages[i]
+            for i, read, outcome in list(zip(live, reads, await self._source.read(reads), strict=True)):
                 if outcome is Outcome.OK:
-                    outcome = host.declare(page.target_slot, page.target_generation, page.identity)
+                    outcome = self._declare(pages[i], read.sums)
                 outcomes[i] = outcome
         return outcomes
 
+    def _declare(self, page: PageMove, sums: bytearray | None) -> Outcome:
+        if self._sums is None or not sums:
+            return self._host.declare(page.target_slot, page.target_generation, page.identity)
+        return self._sums.declare(page.target_slot, page.target_generation, page.identity, bytes(sums))
+
 
 class OutOfHost:
-    """The target takes its data straight from the host's slots."""
+    """The target takes its data straight from the host's slots, with the checksums that the host has of it."""
 
     def __init__(self, host: ViewableTier, target: Tier) -> None:
         self._host = host
         self._target = target
+        self._sums = host if isinstance(host, SupportsSums) else None
 
     def place(self, page: PageMove) -> int:
         return page.target_slot
@@ -120,7 +134,7 @@ class OutOfHost:
     async def copy(self, pages: Sequence[PageMove]) -> list[Outcome]:
         outcomes = [_check(self._host, page) for page in pages]
         live = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        writes = [_write(self._host, pages[i]) for i in live]
+        writes = [_write(self._host, pages[i], self._sums) for i in live]
         if writes:
             for i, outcome in zip(live, await self._target.write(writes), strict=True):
                 # Freed during the copy: what was written may be another page's bytes under this page's name.
@@ -159,5 +173,11 @@ def _check(host: ViewableTier, page: PageMove) -> Outcome:
     return host.check(page.source_slot, page.source_generation, page.identity)
 
 
-def _write(host: ViewableTier, page: PageMove) -> PageWrite:
-    return PageWrite(page.target_slot, page.target_generation, page.identity, data=host.view(page.source_slot))
+def _write(host: ViewableTier, page: PageMove, sums: SupportsSums | None = None) -> PageWrite:
+    return PageWrite(
+        page.target_slot,
+        page.target_generation,
+        page.identity,
+        data=host.view(page.source_slot),
+        sums=sums.sums(page.source_slot, page.source_generation) if sums is not None else None,
+    )

@@ -25,8 +25,6 @@ from hicache.tiers.nvme.header import (
     decode_segment_place,
     encode_page_header,
     encode_segment_header,
-    payload_checksum,
-    payload_checksums,
     segment_version,
 )
 from hicache.tiers.nvme.index import Index
@@ -44,6 +42,7 @@ from hicache.tiers.nvme.records import (
     namespace_record,
     pages_records,
 )
+from hicache.tiers.sums import payload_checksum, payload_checksums
 
 FORMAT = Path(__file__).parents[2] / "tiers" / "FORMAT.md"
 STORE = bytes(range(16))

@@ -33,6 +33,8 @@ class Finding(Enum):
     one that was never acknowledged."""
     BAD_PAYLOAD = "bad_payload"
     """The payload fails its checksum."""
+    SPOILT = "spoilt"
+    """The page that was to be written is no longer that of which its checksums were taken, in host memory."""
     SHORT = "short"
     """The file ends inside the page."""
     DEVICE_ERROR = "device_error"
@@ -57,6 +59,7 @@ OUTCOMES: Final[Mapping[Finding, Outcome]] = {
     Finding.MISPLACED: Outcome.CORRUPT,
     Finding.OTHER_PAYLOAD: Outcome.CORRUPT,
     Finding.BAD_PAYLOAD: Outcome.CORRUPT,
+    Finding.SPOILT: Outcome.CORRUPT,
     Finding.SHORT: Outcome.CORRUPT,
     Finding.DEVICE_ERROR: Outcome.ERROR,
     Finding.INCOMPRESSIBLE: Outcome.ERROR,

@@ -9,6 +9,7 @@ Everything begins and ends at multiples of `BLOCK`, as direct I/O demands. `tier
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Final, Self
 
 from hicache.errors import BadRequest
@@ -141,11 +142,7 @@ class PageShape:
     @cached_property
     def layer_ranges(self) -> tuple[tuple[int, int], ...]:
         """Half-open byte range of each layer in a page."""
-        ranges, start = [], 0
-        for num_bytes in self.layer_bytes:
-            ranges.append((start, start + num_bytes))
-            start += num_bytes
-        return tuple(ranges)
+        return tuple(pairwise(accumulate(self.layer_bytes, initial=0)))
 
     @property
     def token_bytes(self) -> int:

@@ -1,17 +1,15 @@
 """Page headers and segment headers, as bytes. `tiers/FORMAT.md` is the description, with an example.
 
 Integers are little-endian. Each header fills whole blocks of 4,096 bytes, and its last four bytes are the CRC32C of all
-bytes before them, so that a flip anywhere in it is seen. Payloads have checksums of another kind (`payload_checksum`):
-of many small layers that are not in a core's cache they take half the time.
+bytes before them, so that a flip anywhere in it is seen. Payloads have checksums of another kind, which of many small
+layers that are not in a core's cache take half the time (`hicache.tiers.sums`).
 """
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from crc32c import crc32c
-from xxhash import xxh3_64, xxh3_64_intdigest
 
 from hicache.tier import PageIdentity
 from hicache.tiers.codecs.registry import CODEC_IDS, NONE_ID
@@ -39,7 +37,6 @@ _CRC: Final = struct.Struct("<I")
 _RESERVED: Final = bytes(112)
 _GIL_KEPT_BELOW: Final = 128 << 10
 """Shorter checksums take some ten microseconds at most: getting the interpreter lock back costs more."""
-_LOW_32: Final = 0xFFFFFFFF
 
 assert _PAGE.size == PAGE_HEADER_FIXED_BYTES
 
@@ -47,21 +44,6 @@ assert _PAGE.size == PAGE_HEADER_FIXED_BYTES
 def checksum(data: bytes | memoryview, before: int = 0) -> int:
     """CRC32C of `data`, continued from the checksum of what comes before it. Releases the interpreter lock."""
     return crc32c(data, before, len(data) >= _GIL_KEPT_BELOW)
-
-
-def payload_checksum(data: bytes | memoryview) -> int:
-    """Checksum of stored bytes of a page: the lower 32 bits of XXH3-64. Of many bytes without the interpreter lock."""
-    return xxh3_64_intdigest(data) & _LOW_32
-
-
-def payload_checksums(payload: memoryview, ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], int]:
-    """The checksums of layers, which lie at these half-open ranges one behind the other, and that of all together."""
-    whole, sums = xxh3_64(), []
-    for start, stop in ranges:
-        layer = payload[start:stop]
-        sums.append(xxh3_64_intdigest(layer) & _LOW_32)
-        whole.update(layer)  # it is in the cache now: a small part of the time
-    return tuple(sums), whole.intdigest() & _LOW_32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +60,7 @@ class PageHeader:
     identity: PageIdentity
     payload_bytes: int
     layer_sums: tuple[int, ...]
-    """Checksum of each layer (`payload_checksum`), of the bytes as they are stored."""
+    """Checksum of each layer (`hicache.tiers.sums`), of the bytes as they are stored."""
     payload_sum: int
     """Checksum of the whole payload as it is stored."""
     sequence: int = 0

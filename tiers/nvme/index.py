@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.tier import PageIdentity, Slots
+from hicache.tier import PageIdentity, PageSums, Slots
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.payload import StoredLayer
@@ -33,7 +33,7 @@ class Index:
         self._namespaces = np.zeros(num_slots, np.uint32)
         """Number of the page's namespace (`Namespaces`)."""
         self._identities = np.zeros((num_slots, 64 + shape.token_bytes), np.uint8)
-        self._words = np.zeros((num_slots, shape.num_words), np.uint32)
+        self._words = np.zeros((num_slots, shape.num_words), "<u4")
         """Checksums of the page's layers, of all together and, where pages are encoded, where each layer ends."""
 
     def record(
@@ -102,6 +102,12 @@ class Index:
         """Whether the page in the slot is that one, compared byte by byte."""
         stored: bytes = self._identities[slot].tobytes()
         return stored == _packed(identity)
+
+    def sums(self, slot: int) -> PageSums:
+        """Checksums of the page in the slot, which lies as it is."""
+        assert self.shape.coding is None, "of an encoded page they are not those of its bytes"
+        sums: bytes = self._words[slot].tobytes()
+        return sums
 
     def payload_sum(self, slot: int) -> int:
         """Checksum of the page in the slot, as it is stored."""

@@ -14,16 +14,17 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from hicache.tier import PageSums
 from hicache.tiers.codecs.base import Codec
 from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import BLOCK, PageShape, round_up
-from hicache.tiers.nvme.header import payload_checksum, payload_checksums
 from hicache.tiers.nvme.io import Scratch, is_aligned
+from hicache.tiers.sums import page_sums, payload_checksum, payload_checksums, unpacked, whole_sum
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """Where one layer of a page lies in the page's payload, and its checksum (`payload_checksum`)."""
+    """Where one layer of a page lies in the page's payload, and its checksum (`hicache.tiers.sums`)."""
 
     start: int
     stop: int
@@ -52,8 +53,11 @@ class Payloads(Protocol):
         """Whether several pages with these buffers can share an I/O."""
         ...
 
-    def outgoing(self, data: memoryview, position: int, scratch: Scratch, *, is_last: bool) -> Outgoing | None:
-        """What to write for a page, `is_last` in its I/O; None if it does not fit into a slot."""
+    def outgoing(
+        self, data: memoryview, sums: PageSums | None, position: int, scratch: Scratch, *, is_last: bool
+    ) -> Outgoing | Finding:
+        """What to write for a page, `is_last` in its I/O; or why it cannot be written. `sums` are the checksums that
+        the page came with."""
         ...
 
     def incoming(
@@ -88,22 +92,30 @@ class PlainPayloads:
         """There is scratch memory for one page that the device cannot be pointed at."""
         return all(map(self._reaches, buffers))
 
-    def outgoing(self, data: memoryview, position: int, scratch: Scratch, *, is_last: bool) -> Outgoing:
-        """The caller's own bytes, and a copy of the last, incomplete block with zeros."""
-        sums, whole_sum = payload_checksums(data, self._shape.layer_ranges)
+    def outgoing(
+        self, data: memoryview, sums: PageSums | None, position: int, scratch: Scratch, *, is_last: bool
+    ) -> Outgoing:
+        """The caller's own bytes, and a copy of the last, incomplete block with zeros. A page that came with its
+        checksums is not looked at: whether it still is what they were taken of shows when it is read back."""
+        if sums is None:
+            sums = page_sums(data, self._shape.layer_ranges)
+        *layer_sums, sum_ = unpacked(sums)
+        return Outgoing(tuple(layer_sums), sum_, (), self._blocks(data, position, scratch))
+
+    def _blocks(self, data: memoryview, position: int, scratch: Scratch) -> list[memoryview]:
         if not self._reaches(data):
             bounce = scratch.page[: round_up(len(data))]
             _copy(data, bounce[: len(data)])
             bounce[len(data) :] = bytes(len(bounce) - len(data))
-            return Outgoing(sums, whole_sum, (), [bounce])
+            return [bounce]
         whole = len(data) // BLOCK * BLOCK
         if whole == len(data):
-            return Outgoing(sums, whole_sum, (), [data])
+            return [data]
         tail = scratch.tails[position]
         rest = len(data) - whole
         tail[:rest] = data[whole:]
         tail[rest:] = bytes(BLOCK - rest)
-        return Outgoing(sums, whole_sum, (), [data[:whole], tail] if whole else [tail])
+        return [data[:whole], tail] if whole else [tail]
 
     def incoming(
         self, into: memoryview, ends: Sequence[int], position: int, scratch: Scratch, *, is_last: bool
@@ -151,17 +163,22 @@ class EncodedPayloads:
         """There is scratch memory for every page of a run."""
         return True
 
-    def outgoing(self, data: memoryview, position: int, scratch: Scratch, *, is_last: bool) -> Outgoing | None:
+    def outgoing(
+        self, data: memoryview, sums: PageSums | None, position: int, scratch: Scratch, *, is_last: bool
+    ) -> Outgoing | Finding:
         """Layers one behind the other, zeros to the end of the block. Pages before the last go out with their whole
-        slot, whose rest nobody looks at: that is cheaper than an I/O of its own."""
+        slot, whose rest nobody looks at: that is cheaper than an I/O of its own. What is stored has checksums of its
+        own, so those that the page came with are compared here, for the last time."""
+        if sums is not None and payload_checksum(data) != whole_sum(sums):
+            return Finding.SPOILT
         room = scratch.encoded[position]
         ends = self._codec.encode(0, data, room[: self._shape.room_bytes])
         if ends is None:
-            return None
-        sums, whole_sum = payload_checksums(room, pairwise((0, *ends)))
+            return Finding.INCOMPRESSIBLE
+        layer_sums, sum_ = payload_checksums(room, pairwise((0, *ends)))
         blocks = round_up(ends[-1])
         room[ends[-1] : blocks] = bytes(blocks - ends[-1])
-        return Outgoing(sums, whole_sum, tuple(ends), [room[:blocks] if is_last else room])
+        return Outgoing(layer_sums, sum_, tuple(ends), [room[:blocks] if is_last else room])
 
     def incoming(
         self, into: memoryview, ends: Sequence[int], position: int, scratch: Scratch, *, is_last: bool

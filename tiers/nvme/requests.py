@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hicache.errors import BadRequest
-from hicache.tier import LayerRead, PageIdentity, PageRead, PageWrite
+from hicache.tier import SUM_BYTES, LayerRead, PageIdentity, PageRead, PageWrite
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.header import DIGEST_BYTES
 from hicache.tiers.nvme.io import flat
@@ -21,6 +21,10 @@ class Requests:
         """The pages' buffers as flat views. Raises `BadRequest` for what no device could make right."""
         if len({page.slot for page in pages}) < len(pages):
             raise BadRequest("pages", "one slot is named twice")
+        num_sums = self._shape.num_layers + 1
+        for page in pages:
+            if page.sums is not None and len(page.sums) != SUM_BYTES * num_sums:
+                raise BadRequest("sums", f"{len(page.sums)} bytes are not {num_sums} checksums")
         return [self._checked(page.slot, page.identity, page.data, self._shape.page_bytes) for page in pages]
 
     def check_read(self, pages: Sequence[PageRead]) -> list[memoryview]:

@@ -22,6 +22,7 @@ from hicache.tiers.nvme.namespaces import Namespaces
 from hicache.tiers.nvme.recovery import MAX_GENERATION
 from hicache.tiers.nvme.segment import LayerGet, PageGet, PagePut, SegmentFile, Written
 from hicache.tiers.slots import SlotPool
+from hicache.tiers.sums import page_sums
 
 
 def cut_runs(slots: Sequence[int], geometry: Geometry, longest: int) -> Iterator[tuple[int, int, slice]]:
@@ -192,7 +193,7 @@ class WriteRun:
         self._pages = [(place, page) for place, page, _ in puts]
         sequence = keeper.commits.accepted
         self._puts = [
-            PagePut(first + offset, page.generation, page.identity, data, sequence)
+            PagePut(first + offset, page.generation, page.identity, data, page.sums, sequence)
             for offset, (_, page, data) in enumerate(puts)
         ]
         self._written: list[Written] = []
@@ -236,12 +237,18 @@ class ReadRun:
 
     def run(self, scratch: Scratch) -> None:
         self._findings = self._segment.read_pages(self._gets, scratch)
+        if (shape := self._keeper.index.shape).coding is not None:
+            for (_, page), get, finding in zip(self._pages, self._gets, self._findings, strict=True):
+                if page.sums is not None and finding is Finding.OK:
+                    page.sums[:] = page_sums(get.into, shape.layer_ranges)
 
     def land(self, error: Exception | None) -> None:
         findings = self._findings if error is None else [Finding.BUG] * len(self._gets)
         for (place, page), finding in zip(self._pages, findings, strict=True):
             if self._keeper.pool.generation(page.slot) != page.generation:
                 finding = Finding.FREED
+            elif finding is Finding.OK and page.sums is not None and not page.sums:
+                page.sums[:] = self._keeper.index.sums(page.slot)
             self._batch.found(place, finding, page.into.nbytes if finding is Finding.OK else 0)
         self._batch.run_landed()
 

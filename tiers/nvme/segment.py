@@ -9,7 +9,7 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hicache.tier import PageIdentity
+from hicache.tier import PageIdentity, PageSums
 from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.geometry import BLOCK, SEGMENT_HEADER_BYTES, Geometry, round_up
 from hicache.tiers.nvme.header import (
@@ -18,11 +18,11 @@ from hicache.tiers.nvme.header import (
     decode_page_header,
     encode_page_header,
     encode_segment_header,
-    payload_checksum,
 )
 from hicache.tiers.nvme.health import Health, Kind
 from hicache.tiers.nvme.io import FileIO, Scratch, read_fully, write_fully
 from hicache.tiers.nvme.payload import StoredLayer, payloads_of
+from hicache.tiers.sums import payload_checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class PagePut:
     identity: PageIdentity
     data: memoryview
     """`page_bytes`, flat."""
+    sums: PageSums | None
+    """Its checksums, where they are known."""
     sequence: int
     """The last change of the store that was accepted before."""
 
@@ -132,9 +134,11 @@ class SegmentFile:
             return self._one_by_one(puts, scratch)
         buffers, written = [], []
         for position, put in enumerate(puts):
-            payload = self._payloads.outgoing(put.data, position, scratch, is_last=position + 1 == len(puts))
-            if payload is None:
-                return self._one_by_one(puts, scratch) if len(puts) > 1 else [Written(Finding.INCOMPRESSIBLE)]
+            payload = self._payloads.outgoing(
+                put.data, put.sums, position, scratch, is_last=position + 1 == len(puts)
+            )
+            if isinstance(payload, Finding):
+                return self._one_by_one(puts, scratch) if len(puts) > 1 else [Written(payload)]
             header = PageHeader(
                 self._store, self.number, put.index, put.generation, put.identity, self._shape.page_bytes,
                 payload.sums, payload.sum, put.sequence, self._shape.codec_id, payload.ends,
