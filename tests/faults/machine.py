@@ -70,25 +70,28 @@ def shut_down(where: Path) -> None:
 
 
 @contextmanager
-def hung(where: Path) -> Iterator[None]:
-    """Within the block the disk below a file system answers no call of this process; after it, all that waited goes
-    on. Its bandwidth is throttled to nothing: a call waits in the kernel, where no signal ends it.
+def hung(where: Path, pid: int | None = None) -> Iterator[None]:
+    """Within the block the disk below a file system answers no call of a process, this one or another; after it, all
+    that waited goes on. Its bandwidth is throttled to nothing: a call waits in the kernel, where no signal ends it.
     """
     need_root()
+    held = os.getpid() if pid is None else pid
     if not _BLKIO.is_dir():
         raise AssertionError(f"this test throttles a disk and needs the blkio controller of cgroup v1 at {_BLKIO}")
     status = where.stat()
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    [own] = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":blkio:" in line]
-    group = _BLKIO / f"hicache-{os.getpid()}"
+    groups = Path(f"/proc/{held}/cgroup").read_text().splitlines()
+    [own] = [line.split(":", 2)[2] for line in groups if ":blkio:" in line]
+    group = _BLKIO / f"hicache-{held}"
     group.mkdir()
     try:
         _throttle(group, device, 1)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+        (group / "cgroup.procs").write_text(str(held))
         yield
     finally:
         _throttle(group, device, 0)
-        (_BLKIO / own.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            (_BLKIO / own.lstrip("/") / "cgroup.procs").write_text(str(held))
         group.rmdir()
 
 
