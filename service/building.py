@@ -17,6 +17,7 @@ from hicache.tier import DEVICE, HOST, NVME, Tier, TierId
 from hicache.tiers.device import DeviceTier
 from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
+from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.striped import StripedTier
 
 
@@ -72,7 +73,12 @@ async def build(options: Options) -> Parts:
         device = DeviceTier(layout, capacity_bytes=options.device_bytes, device=options.device)
         await opened(device)
         pinned = device.device.type == "cuda"
-        host = HostTier(page_bytes=layout.page_bytes, capacity_bytes=options.host_bytes, pinned=pinned)
+        host = HostTier(
+            page_bytes=layout.page_bytes,
+            capacity_bytes=options.host_bytes,
+            layer_bytes=PageShape.of(layout).layer_bytes,
+            pinned=pinned,
+        )
         await opened(host)
         tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
         # Last, because it alone leaves something behind: whatever else is refused, is refused before.
