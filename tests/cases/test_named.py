@@ -1,22 +1,63 @@
-"""Every case of the case log, and every invariant of the sidecar, has a test that names it."""
+"""Every case of the case log, every invariant and every fault is shown by a test: one that names it, or one that the
+table names; and none is left out as not applying."""
 
+import ast
 import re
+from pathlib import Path
 from typing import Final
 
+from tests.cases.shown import CASES, FAULTS, INVARIANTS, SHOWN
 from tests.repository import ROOT, repository_files
 
-CASES: Final = {f"C{number:02}" for number in range(1, 29)}
-INVARIANTS: Final = {f"I{number:02}" for number in range(21, 42)}
+SIDECAR: Final = {f"I{number:02}" for number in range(21, 42)}
+"""Invariants of the sidecar: these are named by tests themselves."""
+_NUMBER: Final = re.compile(r"(?<![A-Za-z0-9])_?([CcFfIi]\d\d)(?![A-Za-z0-9])")
+_LEFT_OUT: Final = re.compile(r"not appl(y|icable)|\bskip|xfail", re.IGNORECASE)
+
+
+def _test_files() -> list[Path]:
+    return [
+        ROOT / path
+        for path in repository_files()
+        if path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py"
+    ]
+
+
+def _tests(source: str) -> dict[str, str]:
+    """The tests of a file, by name: the name and the text in which a test names what it shows. A file's own text counts
+    for each of its tests."""
+    tree = ast.parse(source)
+    about = ast.get_docstring(tree) or ""
+    return {
+        node.name: f"{node.name} {ast.get_docstring(node) or ''} {about}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def _numbers(text: str) -> set[str]:
+    return {number.upper() for number in _NUMBER.findall(text)}
 
 
 def _named() -> set[str]:
-    """Numbers that stand in the name or the text of a test, "C14" or "test_c14_…"."""
-    found: set[str] = set()
-    for path in repository_files():
-        if path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py":
-            text = (ROOT / path).read_text(encoding="utf-8")
-            found |= {number.upper() for number in re.findall(r"(?<![A-Za-z0-9])_?([CcIi]\d\d)(?![A-Za-z0-9])", text)}
-    return found
+    return {
+        number
+        for path in _test_files()
+        for text in _tests(path.read_text("utf-8")).values()
+        for number in _numbers(text)
+    }
+
+
+def test_the_table_names_tests_that_there_are() -> None:
+    missing = []
+    for number, places in SHOWN.items():
+        assert places, number
+        for place in places:
+            file, name = place.split("::")
+            path = ROOT / "tests" / file
+            if not path.is_file() or name not in _tests(path.read_text("utf-8")):
+                missing.append(f"{number}: {place}")
+    assert missing == []
 
 
 def test_every_case_is_named() -> None:
@@ -24,4 +65,28 @@ def test_every_case_is_named() -> None:
 
 
 def test_every_invariant_of_the_sidecar_is_named() -> None:
-    assert INVARIANTS - _named() == set()
+    assert SIDECAR - _named() == set()
+
+
+def test_every_invariant_and_every_fault_is_shown() -> None:
+    assert (INVARIANTS | FAULTS) - _named() - set(SHOWN) == set()
+
+
+def test_no_case_is_left_out() -> None:
+    """A test that names a case, or an invariant of the sidecar, is run: it is not skipped, here or anywhere."""
+    left_out = []
+    for path in _test_files():
+        source = path.read_text("utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and _numbers(f"{node.name} {ast.get_docstring(node) or ''}"):
+                text = "\n".join(ast.unparse(each) for each in (*node.decorator_list, *node.body))
+                left_out += [f"{path.name}::{node.name}"] * bool(_LEFT_OUT.search(text))
+    assert left_out == []
+
+
+def test_a_test_names_what_stands_in_its_name_and_in_its_text() -> None:
+    """And nothing that only looks like a number."""
+    source = '"""F03."""\ndef test_c01_it() -> None:\n    """I02, not I021 nor XI03."""\ndef helper():\n    "I09"\n'
+    found = _tests(source)
+    assert list(found) == ["test_c01_it"]
+    assert _numbers(found["test_c01_it"]) == {"C01", "I02", "F03"}
