@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from hicache.arriving import Arrival
 from hicache.counters import count
 from hicache.evictable import tiers_of_children
-from hicache.movers import PageMove, Priority
+from hicache.movers import PageMove, Priority, Transfer
 from hicache.node import Node
 from hicache.residency import Residency
+from hicache.results import Finished, Freed
 from hicache.running import Moving, Running
-from hicache.tier import HOST, NVME, Outcome, Slots, TierId
+from hicache.tier import DEVICE, HOST, NVME, Outcome, Slots, TierId
 
 
 class Moves(Running):
@@ -23,8 +25,10 @@ class Moves(Running):
         priority: Priority,
         *,
         on_done: Callable[[int], None] | None = None,
+        by_layer: bool = False,
     ) -> Moving:
-        """Begin to copy a node from one tier to another, into `slots` of the target; returns at once.
+        """Begin to copy a node from one tier to another, into `slots` of the target; returns at once. With `by_layer`,
+        layer after layer, where the lane can.
 
         The node is resident in `source` and absent in `target`. From here on the slots belong to the move: they end in
         the tree or are freed, whether anybody still waits or not. `on_done` is called once, on the loop, when the move
@@ -48,7 +52,7 @@ class Moves(Running):
                 node.slots(source), slots, self.tree.identities(node), strict=True
             )
         ]
-        moving = Moving(move, source, target, priority, on_done)
+        moving = Moving(move, source, target, priority, on_done, by_layer)
         self._moving[moving] = None
         self._num_moves += 1
         for tier_id in (source, target):
@@ -62,7 +66,14 @@ class Moves(Running):
         if moving.is_given_up:
             outcomes = [None] * len(pages)
         elif lane is not None:
-            moving.submitted(await lane.submit(pages, priority=moving.priority))
+            arrival = moving.arrival
+
+            def advance(_: Transfer, layer: int) -> None:
+                arrival.advance(layer)
+
+            moving.submitted(
+                await lane.submit(pages, priority=moving.priority, by_layer=moving.by_layer, on_layer=advance)
+            )
             assert moving.transfer is not None
             outcomes = (await moving.transfer.wait()).outcomes
         else:
@@ -86,7 +97,8 @@ class Moves(Running):
         for tier_id in (moving.source, moving.target):
             self._under_way[tier_id] -= 1
             self._stalled.discard(tier_id)
-        self._free_slots(finished.freed)
+        self._free_slots(self._keep_for_readers(moving.arrival, finished))
+        moving.arrival.end(all(ok))
         if any(ok):
             self._changed()
         else:
@@ -94,6 +106,34 @@ class Moves(Running):
         moving.done.set()
         if moving.on_done is not None:
             moving.on_done(moving.num_arrived)
+
+    def arrivals(self) -> dict[Node, Arrival]:
+        """What is on its way from the host to the device: for steps that `enter` it."""
+        coming = [moving for moving in self._moving if moving.target == DEVICE]
+        return {node: moving.arrival for moving in coming for node in moving.move.nodes}
+
+    def enter(self, arrivals: set[Arrival]) -> None:
+        """A step begins to read pages that are on their way to the device: see `hicache.arriving`."""
+        for arrival in arrivals:
+            arrival.num_readers += 1
+
+    def leave(self, arrivals: set[Arrival]) -> None:
+        """It does not read them any more."""
+        for arrival in arrivals:
+            arrival.num_readers -= 1
+            if not arrival.num_readers and arrival.is_over:
+                self.unpin(arrival.pins)
+                self.free(arrival.freed)
+
+    def _keep_for_readers(self, arrival: Arrival, finished: Finished) -> Freed:
+        """A move has ended whose pages steps may be reading: those on the device stay so, and the slots of those that
+        did not come are not free before. Returns what is free now."""
+        if not arrival.num_readers:
+            return finished.freed
+        there = [node for node in finished.nodes if node.residency(DEVICE) is Residency.RESIDENT]
+        arrival.pins = self.pin({DEVICE: there})
+        arrival.freed = {tier_id: slots for tier_id, slots in finished.freed.items() if tier_id == DEVICE}
+        return {tier_id: slots for tier_id, slots in finished.freed.items() if tier_id != DEVICE}
 
     def _forget_bad(self, moving: Moving, outcomes: Sequence[Outcome | None]) -> None:
         """A source that cannot give a page back whole must not be asked for it again."""

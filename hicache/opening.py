@@ -27,10 +27,12 @@ ADOPT_PAGES: Final = 16
 class Opening:
     """The part of a sequence that finds and takes what is cached. All methods belong to the cache's loop."""
 
-    def __init__(self, cache: Cache, namespace: Namespace, *, owner: str) -> None:
+    def __init__(self, cache: Cache, namespace: Namespace, *, owner: str, by_layer: bool = False) -> None:
         self.cache: Final = cache
         self.namespace: Final = namespace
         self.owner: Final = owner
+        self._by_layer: Final = by_layer
+        """Whether steps read pages that are on their way to the device, layer by layer."""
         self.cached_by_tier: dict[TierId, int] = {}
         """Tokens that were found and not computed, by the fastest tier that had them when the sequence was opened."""
         self._tokens: Tokens = np.empty(0, np.int32)
@@ -105,7 +107,10 @@ class Opening:
             reserve = min(cache.layout.pages_for(len(packed) - match.num_tokens) + 1, device_pages // 2)
             try:
                 arrived = await cache.promote(
-                    self._lease, max_device_pages=device_pages - reserve, deadline=self._half_way_to(deadline)
+                    self._lease,
+                    max_device_pages=device_pages - reserve,
+                    deadline=self._half_way_to(deadline),
+                    by_layer=self._by_layer,
                 )
             except DeadlineExceeded:
                 arrived = False

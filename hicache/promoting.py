@@ -1,7 +1,9 @@
 """Promotion: pages of a lease, or of a request that is expected, on their way to faster tiers."""
 
+import asyncio
 from collections.abc import Sequence
 
+from hicache.arriving import Arrival
 from hicache.errors import DeadlineExceeded
 from hicache.lease import Lease
 from hicache.movers import Lane, Priority
@@ -15,11 +17,18 @@ class Promoting(Room):
     """Brings pages up, front first."""
 
     async def promote(
-        self, lease: Lease, *, max_device_pages: int, deadline: float, priority: Priority = Priority.DEMAND
+        self,
+        lease: Lease,
+        *,
+        max_device_pages: int,
+        deadline: float,
+        priority: Priority = Priority.DEMAND,
+        by_layer: bool = False,
     ) -> bool:
         """Bring the pages under a lease as close to the device as they fit: from NVMe to the host, then at most
         `max_device_pages` of them, front first, to the device. Waits until the copies ended, at most until `deadline`;
-        what is on its way already, fetched ahead say, is hastened and waited for.
+        what is on its way already, fetched ahead say, is hastened and waited for. With `by_layer`, copies to the device
+        are begun and not waited for: steps read them layer by layer (`hicache.arriving`).
 
         What cannot be brought (no room, a failed read) stays where it is; a caller looks at the residency afterwards.
         False when NVMe did not give what it was asked for: a read failed, or nothing arrived for `PATIENCE_S`. Raises
@@ -32,11 +41,27 @@ class Promoting(Room):
             if self._is_exclusive:
                 self._leave_nvme(self.path(lease)[::-1])
         if DEVICE in self.tiers:
-            await self._promote_hop(lease, HOST, DEVICE, max_device_pages, priority, deadline)
+            await self._promote_hop(lease, HOST, DEVICE, max_device_pages, priority, deadline, by_layer)
         return arrived
 
+    async def has_come(self, arrival: Arrival, layer: int) -> bool:
+        """Wait until a layer of pages on their way to the device is in place. False when it will not come, or has not
+        come for `PATIENCE_S`: it is then read in the host."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await arrival.wait(layer)
+        except TimeoutError:
+            return False
+
     async def _promote_hop(
-        self, lease: Lease, source: TierId, target: TierId, max_pages: int, priority: Priority, deadline: float
+        self,
+        lease: Lease,
+        source: TierId,
+        target: TierId,
+        max_pages: int,
+        priority: Priority,
+        deadline: float,
+        by_layer: bool = False,
     ) -> bool:
         # The whole path is pinned where it is, so that making room for one part of it does not push out another.
         # Pinned nodes are never merged, so a border between two of them stays one while others appear.
@@ -45,7 +70,9 @@ class Promoting(Room):
             while True:
                 moving = self.hasten(self.path(lease), source, target, priority)
                 given_up = [move for move in moving if move.is_given_up]
-                await self._start_hop(self.path(lease), source, target, max_pages, priority, deadline, moving)
+                await self._start_hop(self.path(lease), source, target, max_pages, priority, deadline, moving, by_layer)
+                if by_layer:
+                    return True
                 arrived = await self._wait_while_they_move(moving, self._lanes[source, target], deadline)
                 # What a prefetch had given up when this came for it is begun anew, once it has ended.
                 if not (given_up and all(move.done.is_set() for move in moving)):
@@ -62,6 +89,7 @@ class Promoting(Room):
         priority: Priority,
         deadline: float,
         moving: list[Moving],
+        by_layer: bool,
     ) -> None:
         """Begin the moves of a hop, root side first, and note them in `moving`."""
         position = 0
@@ -89,7 +117,7 @@ class Promoting(Room):
                 if num_pages < found.num_pages:
                     found, _ = self.tree.split(found, num_pages)
                 self.free({target: slots[num_pages:]})
-                moving.append(self.start_move(found, source, target, slots[:num_pages], priority))
+                moving.append(self.start_move(found, source, target, slots[:num_pages], priority, by_layer=by_layer))
                 position += num_pages
                 above = found
 

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
 
+from hicache.arriving import Arrival
 from hicache.clock import Clock
 from hicache.counters import Counters, count
 from hicache.deciding import Deciding
@@ -47,6 +48,10 @@ class Moving:
     target: TierId
     priority: Priority
     on_done: Callable[[int], None] | None
+    by_layer: bool
+    """Layer by layer, where the lane can."""
+    arrival: Arrival = field(default_factory=Arrival)
+    """How far it has come, for steps that read its pages meanwhile."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     num_arrived: int = 0
     """Pages that are in the target, once it has ended."""

@@ -22,12 +22,14 @@ published as the sequence's own. So whatever is below a page belongs to the tena
 evictions end at its own pages, and what one tenant does with a copy shows in nobody else's tree.
 """
 
+from collections.abc import Iterable
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.arguments import whole
+from hicache.arguments import flag, whole
+from hicache.arriving import Arrival, Arriving
 from hicache.cache import Cache
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, NotResident, TierUnavailable
 from hicache.namespace import Namespace
@@ -36,7 +38,7 @@ from hicache.opening import Opening
 from hicache.planner import PageRange
 from hicache.residency import Residency
 from hicache.step_plan import PageRef, PrivatePage, Run, StepPlan, Tokens
-from hicache.tier import DEVICE, NVME, TierId
+from hicache.tier import DEVICE, HOST, NVME, TierId
 from hicache.tree import pack_tokens
 
 __all__ = ["PageRef", "Run", "Sequence", "StepPlan"]
@@ -58,6 +60,7 @@ class Sequence(Opening):
         owner: str,
         deadline: float,
         chunk_tokens: int | None = None,
+        by_layer: bool = False,
     ) -> "Sequence":
         """Find what is cached of `tokens`, protect it, and bring it to the device as far as it fits.
 
@@ -68,6 +71,9 @@ class Sequence(Opening):
         With `chunk_tokens`, the engine computes at most so many tokens in one step and asks `next_step` before each.
         Where that is faster, it is then asked to compute what is cached from the front while the rest is loaded from
         the back, and this returns as soon as that has begun.
+
+        With `by_layer`, what is in the host is not waited for either: its copies to the device are begun, and steps
+        read them layer by layer as they come (`Run.arriving`).
 
         Raises `BadRequest` for tokens that are empty or not int32 ids, a `chunk_tokens` below 1, or a namespace of
         another layout; `DeadlineExceeded` (nothing stays leased).
@@ -80,7 +86,7 @@ class Sequence(Opening):
         packed = pack_tokens(tokens).copy()
         if not len(packed):
             raise BadRequest("tokens", "is empty; a sequence needs at least one token")
-        sequence = cls(cache, namespace, owner=owner)
+        sequence = cls(cache, namespace, owner=owner, by_layer=flag("by_layer", by_layer))
         sequence._num_asked = len(packed)
         sequence._prompt = packed
         try:
@@ -202,14 +208,20 @@ class Sequence(Opening):
             raise NotResident("the cache", "part of the context, damaged in the meantime,")
         by_tier: dict[TierId, list[Node]] = {}
         runs: list[Run] = []
+        arrivals = cache.arrivals() if self._by_layer else {}
         for node in cache.path(self._lease):
             tier_id = cache.fastest(node)
             by_tier.setdefault(tier_id, []).append(node)
-            runs.append(Run(tier_id, node.slots(tier_id).copy(), self._refs(node) if tier_id == NVME else ()))
+            arriving = None
+            if tier_id == HOST and (arrival := arrivals.get(node)) is not None:
+                arriving = Arriving(arrival, node.slots(DEVICE).copy())
+            refs = self._refs(node) if tier_id == NVME else ()
+            runs.append(Run(tier_id, node.slots(tier_id).copy(), refs, arriving))
         if len(private):
             runs.append(Run(DEVICE, private, ()))
         slots = np.concatenate([np.array([self._tail.slot] if self._tail else [], np.int32), new_slots])
         positions = num_tail_tokens + np.arange(len(packed), dtype=np.int64)
+        cache.enter(_arrivals(runs))
         return StepPlan(
             tokens=packed,
             runs=tuple(runs),
@@ -311,6 +323,7 @@ class Sequence(Opening):
         if plan is not self._step:
             raise BadRequest("step", "is not the step under way of this sequence")
         self._step = None
+        self.cache.leave(_arrivals(plan.runs))
         self.cache.unpin(plan.pins)
 
     async def _own_tail(self, deadline: float) -> None:
@@ -351,7 +364,9 @@ class Sequence(Opening):
         if all(node.residency(DEVICE) is Residency.RESIDENT for node in path):
             return
         if num_pages + len(self._private) + num_new_pages + 1 <= cache.tiers[DEVICE].capacity_pages:
-            await cache.promote(self._lease, max_device_pages=num_pages, deadline=deadline)
+            await cache.promote(
+                self._lease, max_device_pages=num_pages, deadline=deadline, by_layer=self._by_layer
+            )
 
     # -- forks and the end --------------------------------------------------------------------------------------------
 
@@ -362,7 +377,7 @@ class Sequence(Opening):
         """
         self._require_open()
         self._require_idle("a sequence cannot fork while a step is under way")
-        child = Sequence(self.cache, self.namespace, owner=self.owner)
+        child = Sequence(self.cache, self.namespace, owner=self.owner, by_layer=self._by_layer)
         if self._lease is not None:
             now = self.cache.clock.monotonic()
             child._lease = self.cache.tree.lease(self._node, owner=self.owner, deadline=None, now=now)
@@ -397,3 +412,7 @@ class Sequence(Opening):
             self._num_asked = 0
             self.cache.tell_use(self._lease)
 
+
+def _arrivals(runs: Iterable[Run]) -> set[Arrival]:
+    """What a step reads while it comes to the device."""
+    return {run.arriving.arrival for run in runs if run.arriving is not None}

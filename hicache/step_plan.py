@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hicache.arriving import Arriving
 from hicache.lease import Pin
 from hicache.tier import PageIdentity, Slots, TierId
 
@@ -30,12 +31,14 @@ class PageRef:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive context pages of a step that are read from one tier."""
+    """Consecutive context pages of a step that one tier holds."""
 
     tier_id: TierId
     slots: Slots
     refs: tuple[PageRef, ...]
     """One a page where reading verifies it (NVMe); empty where pages are read in place, under the step's pins."""
+    arriving: Arriving | None = None
+    """In a sequence opened `by_layer`: these pages of the host are on their way to the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

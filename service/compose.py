@@ -312,6 +312,7 @@ class HiCache:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         chunk_tokens: int | None = None,
+        by_layer: bool = False,
     ) -> Sequence:
         """Begin a request for the prompt `tokens` (1-D, int32 ids, at least one).
 
@@ -320,6 +321,9 @@ class HiCache:
         With `chunk_tokens`, the engine computes at most so many tokens in one step, and asks `Sequence.next_step`
         before each: where that is faster, it is asked to compute what is cached from the front while the rest is loaded
         from the back. That needs a cache that knows what computing costs (`open`, `prefill`).
+
+        With `by_layer`, this does not wait for copies from host memory to the device: `Step.parts` does, layer by
+        layer, so that the first layers are attended over while the last ones are copied.
 
         Raises `BadRequest`, `DeadlineExceeded` after `timeout_s` seconds, `Closed`.
         """
@@ -331,6 +335,7 @@ class HiCache:
             owner=owner,
             deadline=self._deadline(timeout_s),
             chunk_tokens=chunk_tokens,
+            by_layer=by_layer,
         )
         return Sequence(self, self._call(opening, timeout_s=timeout_s, undo=core.Sequence.close))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hicache import prefetch as ahead
 from hicache import sequence as core
+from hicache.arriving import Arrival
 from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.tier import NVME, TierId
@@ -166,7 +167,13 @@ class Step:
                 self._staging = cache._take_staging()
             self._slot_mapping = torch.from_numpy(plan.slot_mapping).to(built.device.layer(0).device)
             self._context = ContextParts(
-                plan, built.cache.layout, device=built.device, host=built.host, nvme=built.nvme, staging=self._staging
+                plan,
+                built.cache.layout,
+                device=built.device,
+                host=built.host,
+                nvme=built.nvme,
+                staging=self._staging,
+                has_come=self._has_come,
             )
         except BaseException as error:
             self._end(plan, error)
@@ -184,12 +191,17 @@ class Step:
         self._cache._built.device.write_tokens(layer, self._slot_mapping, key, value)
 
     def parts(self, layer: int) -> Iterator[PagedPart]:
-        """Everything before the new tokens, for one layer. A part is valid until the next one is asked for.
+        """Everything before the new tokens, for one layer. A part is valid until the next one is asked for. In a
+        request begun `by_layer`, waits for that layer of what is on its way to the device.
 
         Raises `CorruptPage` when a page on NVMe is not there whole, `TierUnavailable` when the device fails to read it,
         `DeadlineExceeded` when it does not answer; the step must then be given up.
         """
         return self._context.parts(layer)
+
+    def _has_come(self, arrival: Arrival, layer: int) -> bool:
+        """Wait for a layer of pages that are on their way to the device."""
+        return self._cache._call(self._core.cache.has_come(arrival, layer))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

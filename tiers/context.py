@@ -8,7 +8,7 @@ other is being filled with what comes next, so that reading hides behind computi
 import logging
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hicache.arriving import Arrival
 from hicache.errors import BadRequest, CorruptPage, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
@@ -93,6 +94,7 @@ class ContextParts:
         plan: the pinned step.
         device, host, nvme: the tiers that the plan's runs name.
         staging: buffers for what streams; this step's alone until `close`.
+        has_come: waits until a layer of pages on their way to the device is there; False when it does not come.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class ContextParts:
         host: HostTier,
         nvme: SupportsLayerRead | None,
         staging: Staging | None,
+        has_come: Callable[[Arrival, int], bool],
     ) -> None:
         self._layout: Final = layout
         self._device: Final = device
@@ -111,7 +114,12 @@ class ContextParts:
         self._nvme: Final = nvme
         self._staging: Final = staging
         self._device_table, self._device_tokens = self._device_pages(plan)
-        self._host_table = _table([run.slots for run in plan.runs if run.tier_id == HOST])
+        self._has_come: Final = has_come
+        self._arriving: Final = [(run.arriving, run.slots) for run in plan.runs if run.arriving is not None]
+        self._come = [True] * len(self._arriving)
+        """Which of them are read on the device: what did not come in one layer is not waited for in the next."""
+        self._arriving_tables = self._tables_of_arriving()
+        self._host_table = _table([run.slots for run in plan.runs if run.tier_id == HOST and run.arriving is None])
         self._streamed: Final[list[PageRef]] = [ref for run in plan.runs if run.tier_id == NVME for ref in run.refs]
         if self._streamed and (nvme is None or staging is None):
             raise BadRequest("nvme", "the step has pages on NVMe, but no such tier was given")
@@ -139,6 +147,7 @@ class ContextParts:
         if len(self._host_table):
             num_tokens = len(self._host_table) * self._layout.page_size
             yield PagedPart(self._host.layer_view(self._layout, layer), self._host_table, num_tokens)
+        yield from self._arriving_parts(layer)
         first = 0
         while first < len(self._streamed):
             batch = self._begin(layer, first)
@@ -151,6 +160,30 @@ class ContextParts:
             assert self._staging is not None
             table = torch.arange(batch.count, dtype=torch.int32)
             yield PagedPart(self._staging.tensors[batch.buffer], table, batch.count * self._layout.page_size)
+
+    def _arriving_parts(self, layer: int) -> Iterator[PagedPart]:
+        """What is on its way to the device, once this layer has come: there, or in the host where it does not come."""
+        come = list(self._come)
+        for index, (arriving, _) in enumerate(self._arriving):
+            if come[index]:
+                has = arriving.arrival.has(layer)
+                come[index] = self._has_come(arriving.arrival, layer) if has is None else has
+        if come != self._come:
+            self._come = come
+            self._arriving_tables = self._tables_of_arriving()
+        on_device, in_host = self._arriving_tables
+        page_size = self._layout.page_size
+        if len(on_device):
+            yield PagedPart(self._device.layer(layer), on_device, len(on_device) * page_size)
+        if len(in_host):
+            yield PagedPart(self._host.layer_view(self._layout, layer), in_host, len(in_host) * page_size)
+
+    def _tables_of_arriving(self) -> tuple[Tensor, Tensor]:
+        """Pages that are on their way: which slots are read on the device, and which in the host."""
+        runs = list(zip(self._arriving, self._come, strict=True))
+        on_device = _table([arriving.slots for (arriving, _), has_come in runs if has_come])
+        in_host = _table([host_slots for (_, host_slots), has_come in runs if not has_come])
+        return on_device.to(self._device.layer(0).device), in_host
 
     def close(self) -> None:
         """Wait until no read writes into the staging buffers any more."""

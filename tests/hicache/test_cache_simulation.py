@@ -8,6 +8,7 @@ then nothing may be left.
 What is asserted, by the numbers of the reliability notes:
 
     I10   a page that a step reads is the one that it asked for, each time it looks while others want room (C06, C08)
+          also layer by layer, while it is on its way to the device, and when a later layer fails
     I11   whatever a tier offers is whole, byte for byte
     I12   what a flush removed is not there again, whatever was on its way (C07)
     I13   a page that NVMe did not take is in the tier that it came from, or gone: never said to be below (C12)
@@ -22,6 +23,7 @@ What is asserted, by the numbers of the reliability notes:
 import asyncio
 import dataclasses
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -94,7 +96,9 @@ class Run:
         rng = self.rng
         request = self.begun(namespace)
         try:
-            sequence = await request.open(tokens, deadline_s=deadline_s or rng.choice([0.001, 30.0]))
+            sequence = await request.open(
+                tokens, deadline_s=deadline_s or rng.choice([0.001, 30.0]), by_layer=rng.random() < 0.5
+            )
         except REFUSALS:
             return None
         found = sequence.length
@@ -117,13 +121,16 @@ class Run:
         finally:
             for each in (sequence, *forks):
                 each.close()
+            self.seen.update({f"layers read in {tier_id}": num for tier_id, num in request.num_layers_read.items()})
         self.computed.append((namespace, tokens))
         self.hint(namespace, tokens)
         return found
 
     def begun(self, namespace: Namespace) -> Request:
         """A request; where tenants share pages, all have the same stamps."""
-        return self.setup.request(namespace, stamped_as=MODEL if self.publishes else namespace)
+        request = self.setup.request(namespace, stamped_as=MODEL if self.publishes else namespace)
+        request.pause = partial(self.world.pause, 0.001)
+        return request
 
     def opened(self, sequence: Sequence, tokens: list[int]) -> None:
         self.seen["lookups"] += 1

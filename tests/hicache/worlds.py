@@ -6,10 +6,12 @@ reads a page can therefore work out what every byte must be, wherever the page h
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -27,6 +29,7 @@ from hicache.sequence import Run, Sequence, StepPlan
 from hicache.tier import DEVICE, HOST, NVME, Outcome, PageRead, Tier, TierId
 from hicache.write_policy import WritePolicy
 from tests.hicache.durable import Image, SimulatedDurableTier
+from tests.hicache.lanes import LayeredDevice
 from tests.simulation import Faults, SimulatedHost, SimulatedTier, World
 
 PAGE_SIZE: Final = 4
@@ -45,8 +48,9 @@ class WrongBytes(AssertionError):
     """A page holds something else than its tokens say: the failure that must never be."""
 
 
-class SimulatedDevice(SimulatedHost):
-    """A simulated device pool: filled in place by requests, and able to copy a page onto another."""
+class SimulatedDevice(LayeredDevice, SimulatedHost):
+    """A simulated device pool: filled in place by requests, layer by layer by lanes that are asked to, and able to copy
+    a page onto another."""
 
     async def copy_page(self, source_slot: int, target_slot: int) -> Outcome:
         target = self._view(target_slot)
@@ -197,11 +201,17 @@ class Request:
         self.stamped_as = stamped_as
         """Whose stamps its pages carry: where tenants share pages, all have the same, as KV does not name a tenant."""
         self.sequence: Sequence | None = None
+        self.num_layers_read: Counter[TierId] = Counter()
+        """Layers of pages on their way to the device, by where they were read."""
+        self.pause: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        """How long reading one such layer takes."""
 
-    async def open(self, tokens: Seq[int], *, deadline_s: float = 60.0) -> Sequence:
+    async def open(self, tokens: Seq[int], *, deadline_s: float = 60.0, by_layer: bool = False) -> Sequence:
         cache = self.setup.cache
         deadline = cache.clock.monotonic() + deadline_s
-        self.sequence = await Sequence.open(cache, self.namespace, np.array(tokens), owner="test", deadline=deadline)
+        self.sequence = await Sequence.open(
+            cache, self.namespace, np.array(tokens), owner="test", deadline=deadline, by_layer=by_layer
+        )
         assert self.sequence.length < len(tokens)
         assert self.sequence.tokens.tolist() == list(tokens)[: self.sequence.length]
         assert sum(self.sequence.cached_by_tier.values()) == self.sequence.length
@@ -258,7 +268,31 @@ class Request:
             position += plan.num_tail_tokens
         assert position == len(before), "the step does not see its whole context"
 
+    async def _pages_as_they_come(self, run: Run) -> list[bytes]:
+        """Each layer on the device once it is there, and in the host if it does not come."""
+        arriving, device = run.arriving, self.setup.device
+        assert arriving is not None
+        pages = [b""] * len(run.slots)
+        has_come = True
+        for layer in range(device.num_layers):
+            has_come = has_come and await self.setup.cache.has_come(arriving.arrival, layer)
+            size = device.page_bytes // device.num_layers
+            tier_id, slots = (DEVICE, arriving.slots) if has_come else (HOST, run.slots)
+            self.num_layers_read[tier_id] += 1
+            look = partial(self._pieces, tier_id, slots.tolist(), slice(layer * size, (layer + 1) * size))
+            first = look()
+            await self.pause()
+            if first != look():
+                raise WrongBytes(f"pages that arrive on the device changed in {tier_id}")
+            pages = [before + piece for before, piece in zip(pages, first, strict=True)]
+        return pages
+
+    def _pieces(self, tier_id: TierId, slots: list[int], piece: slice) -> list[bytes]:
+        return [self.setup.raw(tier_id, slot)[piece] for slot in slots]
+
     async def _pages(self, run: Run) -> list[bytes]:
+        if run.arriving is not None:
+            return await self._pages_as_they_come(run)
         if run.tier_id != NVME:
             # In two looks with time between them: a pinned page stays what it is.
             first = [self.setup.raw(run.tier_id, slot) for slot in run.slots.tolist()]

@@ -84,6 +84,7 @@ class TransformersEngine:
         timeout_s: float = 60.0,
     ) -> Request:
         """Open a request on a prompt: find what is cached of it, protect it, bring it to the device as far as it fits.
+        What comes from host memory is not waited for here, but by each layer of the first passes.
 
         input_ids: `[tokens]` or `[1, tokens]`, at least one token.
         namespace: the engine's with another tenant or salt, to keep pages apart.

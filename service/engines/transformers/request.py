@@ -96,7 +96,7 @@ class Request:
         self._timeout_s = timeout_s
         began = time.perf_counter()
         self._sequence = self._opened_with = engine.cache.sequence(
-            namespace, tokens, timeout_s=timeout_s, chunk_tokens=engine.chunk_size
+            namespace, tokens, timeout_s=timeout_s, chunk_tokens=engine.chunk_size, by_layer=True
         )
         self._spent_s = time.perf_counter() - began
         self.num_lost = 0
@@ -376,7 +376,9 @@ class Request:
                 # that fails, which the cache does not count on for a while.
                 _logger.warning("%s; recomputing from there on", damage)
                 self._sequence.close()
-                self._sequence = self.engine.cache.sequence(self._namespace, self._tokens, timeout_s=self._timeout_s)
+                self._sequence = self.engine.cache.sequence(
+                    self._namespace, self._tokens, timeout_s=self._timeout_s, by_layer=True
+                )
                 self.num_lost = max(self.num_lost, self.cached - self._sequence.num_cached)
                 if self._progress is not None:
                     self._progress.restart(self.length)
