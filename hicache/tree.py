@@ -414,6 +414,11 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         node._chain = chain
         return pages
 
+    def namespace_of(self, digest: bytes) -> Namespace | None:
+        """The namespace that has this digest; None where none of its pages is in the tree."""
+        root = self._roots.get(digest)
+        return root.identity if root is not None else None
+
     def walk(self, *, batch: int = 1000, tenant: str | None = None) -> Iterator[list[NodeInfo]]:
         """Look at all nodes, or one tenant's, parents before children, in steps of at most `batch` nodes.
 

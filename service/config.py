@@ -16,6 +16,7 @@ from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.policies import LRU, check_policy
 from hicache.quotas import TenantQuota
+from hicache.service.listening import Address, Tcp
 from hicache.service.sockets import default_directory
 from hicache.write_policy import WritePolicy
 
@@ -94,6 +95,8 @@ class ServeConfig:
     """Where they can be had again."""
     metrics_port: int | None = None
     """Where metrics are served over HTTP, on the loopback address; 0 for any free port, None for nowhere."""
+    tcp: Tcp | None = None
+    """Where engines on other machines are served; None for nowhere."""
 
     @classmethod
     def checked(cls, settings: Mapping[str, object]) -> "ServeConfig":
@@ -113,6 +116,7 @@ class ServeConfig:
             host_bytes=parsed["host.bytes"],
             limits=Limits(**_group(parsed, "limits.")),
             times=Times(**_group(parsed, "times.")),
+            tcp=Tcp.checked(_group(parsed, "tcp.")),
             tenants={tenant: table.get("secret_sha256") for tenant, table in named.items()},
             quotas={
                 tenant: TenantQuota(host=table.get("host"), nvme=table.get("nvme"))
@@ -294,6 +298,12 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "metrics.port": _port,
     "events.endpoint": _endpoint,
     "events.replay_endpoint": _endpoint,
+    "tcp.listen": Address.parse,
+    "tcp.token_sha256": _digest,
+    "tcp.cert": _path,
+    "tcp.key": _path,
+    "tcp.client_ca": _path,
+    "tcp.plain": flag,
 }
 """Every key, and what makes a value of it."""
 

@@ -22,6 +22,8 @@ CACHE: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Cache"]
 """What engines call, on the data socket."""
 ADMIN: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Admin"]
 """What the owner calls, on the admin socket."""
+DOOR: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Door"]
+"""Where sessions begin at the TCP port."""
 
 HELLO_SOCKET: Final = "hello.sock"
 DATA_SOCKET: Final = "data.sock"
@@ -30,6 +32,8 @@ HEALTH_SOCKET: Final = "health.sock"
 
 TOKEN_METADATA: Final = "hicache-token-bin"  # noqa: S105  # the name, not a token
 """Metadata that carries the session's token."""
+ACCESS_METADATA: Final = "hicache-access-bin"
+"""Metadata that carries the server's access token, over TCP."""
 ERROR_METADATA: Final = "hicache-error-bin"
 """Trailing metadata that carries a packed `Error`."""
 TOKEN_BYTES: Final = 32
@@ -39,6 +43,8 @@ MAX_HELLO_BYTES: Final = 4096
 """Longest message on the hello socket."""
 MAX_SECRET_BYTES: Final = 256
 MAX_NAME_CHARS: Final = 64
+PIECE_BYTES: Final = 1 << 20
+"""Longest piece of a page in a message."""
 OVERHEAD_BYTES: Final = 256 << 10
 """What a message may have beside its token ids; an identity record is the longest of that."""
 MAX_REPLY_BYTES: Final = 64 << 20

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,6 +22,7 @@ from hicache.service.client.face import SessionFace
 from hicache.service.client.memory import Memory
 from hicache.service.client.pages import AsyncLease, AsyncReservation
 from hicache.service.client.prompt import Prompt
+from hicache.service.client.remote import AsyncRemoteTransport, Remote, is_remote
 from hicache.service.client.results import Committed, Durability, Lookup, Pinned, Prefetched
 from hicache.service.client.transport import AsyncGrpcTransport, AsyncTransport
 from hicache.service.errors import UnknownSession, Unreachable
@@ -37,13 +40,19 @@ async def connect_async(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     name: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    token: bytes | str = b"",
+    ca: str | PathLike[str] | None = None,
+    certificate: tuple[str | PathLike[str], str | PathLike[str]] | None = None,
     transport: Callable[[], AsyncTransport] | None = None,
 ) -> "AsyncIterator[AsyncClient]":
     """A session that lasts as long as the block: see `connect` for the arguments and what is raised."""
-    directory = directory_of(socket_dir)
+    if is_remote(socket_dir) and transport is None:
+        remote = Remote.of(str(socket_dir), token, ca, certificate)
+        transport = partial(AsyncRemoteTransport, remote)
     hello = make_hello(tenant, secret, staging_bytes, name)
+    connecting = transport or partial(AsyncGrpcTransport, directory_of(socket_dir))
     async with asyncio.TaskGroup() as tasks:
-        client = AsyncClient(transport or (lambda: AsyncGrpcTransport(directory)), hello, timeout_s, tasks)
+        client = AsyncClient(connecting, hello, timeout_s, tasks)
         try:
             await client._attached(asyncio.get_running_loop().time() + timeout_s)
             yield client

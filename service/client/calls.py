@@ -284,5 +284,7 @@ REPLIES: Final[Mapping[str, type[Message]]] = {
     "Commit": pb.CommitReply,
     "Prefetch": pb.PrefetchReply,
     "Hint": pb.HintReply,
+    "Read": pb.ReadReply,
+    "Write": pb.WriteReply,
 }
 """What each method answers."""

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from os import PathLike
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -16,6 +18,7 @@ from hicache.service.client.face import SessionFace
 from hicache.service.client.memory import Memory
 from hicache.service.client.pages import Lease, Reservation
 from hicache.service.client.prompt import Prompt
+from hicache.service.client.remote import Remote, RemoteTransport, is_remote
 from hicache.service.client.results import Committed, Durability, Lookup, Pinned, Prefetched
 from hicache.service.client.transport import GrpcTransport, Transport
 from hicache.service.errors import UnknownSession, Unreachable
@@ -40,22 +43,33 @@ def connect(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     name: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    token: bytes | str = b"",
+    ca: str | PathLike[str] | None = None,
+    certificate: tuple[str | PathLike[str], str | PathLike[str]] | None = None,
     transport: Callable[[], Transport] | None = None,
 ) -> "Client":
     """Begin a session with the server whose sockets are in `socket_dir`, by default this user's own.
+
+    `socket_dir` may also be "tls://HOST:PORT" (or "tcp://HOST:PORT", which is not encrypted): a server on another
+    machine. Pages then travel in messages: `acquire` waits for all of a lease's pages, and `commit` sends them.
 
     Args:
         tenant, secret: as the server's configuration has them; nothing where it has no tenants.
         staging_bytes: memory for pages that are to be written, shared by all reservations; 0 for a client that reads.
         name: shown to the operator, at most 64 characters.
         timeout_s: how long a call may take that is given no time of its own.
+        token: over TCP, the server's access token.
+        ca: over TLS, a file with the certificates that the server's derives from, by default those this machine trusts.
+        certificate: over TLS, files with this client's own certificate and key, where the server asks for one.
         transport: makes a connection, used instead of sockets.
 
     Raises `Unreachable`, `Forbidden`, `LimitReached`, `Draining`, `VersionMismatch`, `BadRequest`, `DeadlineExceeded`.
     """
-    directory = directory_of(socket_dir)
+    if is_remote(socket_dir) and transport is None:
+        remote = Remote.of(str(socket_dir), token, ca, certificate)
+        transport = partial(RemoteTransport, remote)
     hello = make_hello(tenant, secret, staging_bytes, name)
-    client = Client(transport or (lambda: GrpcTransport(directory)), hello, timeout_s)
+    client = Client(transport or partial(GrpcTransport, directory_of(socket_dir)), hello, timeout_s)
     client._attached(monotonic() + timeout_s)
     return client
 

@@ -25,7 +25,7 @@ from hicache.service.proto import hicache_pb2 as pb
 MAX_FDS: Final = 3
 """Descriptors that come with a welcome, at most."""
 _METHODS: Final = {method.name: wire.path_of(method) for method in wire.CACHE.methods}
-_OPTIONS: Final = (
+OPTIONS: Final = (
     ("grpc.max_receive_message_length", wire.MAX_REPLY_BYTES),
     ("grpc.max_send_message_length", -1),
     # A server that is started again is another session anyway: nobody waits for a channel to come back.
@@ -87,9 +87,7 @@ class GrpcTransport:
 
     def __init__(self, directory: Path) -> None:
         self._directory: Final = directory
-        self._channel: Final = grpc.insecure_channel(
-            wire.address(os.fspath(directory / wire.DATA_SOCKET)), options=_OPTIONS
-        )
+        self._channel: Final = self._open_channel()
         self._calls: Final = {
             name: self._channel.unary_unary(
                 _METHODS[name], request_serializer=_packed, response_deserializer=kind.FromString
@@ -99,6 +97,9 @@ class GrpcTransport:
         self._metadata: tuple[tuple[str, bytes], ...] = ()
         self._stop: Final = threading.Event()
         self._threads: Final[list[threading.Thread]] = []
+
+    def _open_channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(wire.address(os.fspath(self._directory / wire.DATA_SOCKET)), OPTIONS)
 
     def hello(self, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
         """See `Transport.hello`."""
@@ -149,9 +150,7 @@ class AsyncGrpcTransport:
 
     def __init__(self, directory: Path) -> None:
         self._directory: Final = directory
-        self._channel: Final = grpc.aio.insecure_channel(
-            wire.address(os.fspath(directory / wire.DATA_SOCKET)), options=_OPTIONS
-        )
+        self._channel: Final = self._open_channel()
         self._calls: Final = {
             name: self._channel.unary_unary(
                 _METHODS[name], request_serializer=_packed, response_deserializer=kind.FromString
@@ -159,6 +158,9 @@ class AsyncGrpcTransport:
             for name, kind in REPLIES.items()
         }
         self._metadata: tuple[tuple[str, bytes], ...] = ()
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(wire.address(os.fspath(self._directory / wire.DATA_SOCKET)), OPTIONS)
 
     async def hello(self, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
         """See `Transport.hello`."""

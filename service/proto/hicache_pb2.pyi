@@ -352,6 +352,44 @@ class CommitReply(_message.Message):
     durable_sequence: int
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., num_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., sequence: _Optional[int] = ..., durable_sequence: _Optional[int] = ...) -> None: ...
 
+class ReadRequest(_message.Message):
+    __slots__ = ("lease", "index", "offset", "length")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    index: int
+    offset: int
+    length: int
+    def __init__(self, lease: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ReadReply(_message.Message):
+    __slots__ = ("data", "checksum")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    checksum: int
+    def __init__(self, data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("reservation", "index", "offset", "data", "checksum")
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    reservation: int
+    index: int
+    offset: int
+    data: bytes
+    checksum: int
+    def __init__(self, reservation: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class WriteReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PrefetchRequest(_message.Message):
     __slots__ = ("prefix", "within_ms", "max_pages")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +483,74 @@ class VerifyReply(_message.Message):
     num_corrupt: int
     num_failed: int
     def __init__(self, num_pages: _Optional[int] = ..., num_corrupt: _Optional[int] = ..., num_failed: _Optional[int] = ...) -> None: ...
+
+class NamedPrefix(_message.Message):
+    __slots__ = ("namespace", "tokens")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tokens: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+
+class PinPrefixReply(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+
+class UnpinPrefixReply(_message.Message):
+    __slots__ = ("was_pinned",)
+    WAS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    was_pinned: bool
+    def __init__(self, was_pinned: _Optional[bool] = ...) -> None: ...
+
+class BrowseRequest(_message.Message):
+    __slots__ = ("walk", "max_nodes", "tenant", "tokens")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    max_nodes: int
+    tenant: str
+    tokens: bool
+    def __init__(self, walk: _Optional[int] = ..., max_nodes: _Optional[int] = ..., tenant: _Optional[str] = ..., tokens: _Optional[bool] = ...) -> None: ...
+
+class BrowseReply(_message.Message):
+    __slots__ = ("nodes", "walk")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[BrowsedNode]
+    walk: int
+    def __init__(self, nodes: _Optional[_Iterable[_Union[BrowsedNode, _Mapping]]] = ..., walk: _Optional[int] = ...) -> None: ...
+
+class BrowsedNode(_message.Message):
+    __slots__ = ("namespace", "tenant", "first_page", "num_pages", "tiers", "age_ms", "num_leases", "priority", "retained_ms", "published", "num_children", "tokens")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_MS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tenant: str
+    first_page: int
+    num_pages: int
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    age_ms: int
+    num_leases: int
+    priority: int
+    retained_ms: int
+    published: bool
+    num_children: int
+    tokens: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., age_ms: _Optional[int] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ..., num_children: _Optional[int] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("within_ms",)

@@ -5,14 +5,18 @@ import mmap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
+import numpy as np
 from aiofiles.os import wrap
 
 from hicache.cache import Cache
 from hicache.errors import BadRequest, TierUnavailable
+from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.browsing import Browsing
 from hicache.service.server.edge import Call
+from hicache.service.server.session import Tokens
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.snapshot import snapshot_of, stats_of
@@ -44,6 +48,7 @@ class AdminCalls:
         self._storing: Final = storing
         self._status: Final = status
         self._drain: Final = drain
+        self._browsing: Final = Browsing(cache, sessions.boot)
 
     async def inspect(self, call: Call, request: pb.InspectRequest) -> AsyncIterator[pb.InspectPiece]:
         """See the proto. Others run between batches of nodes."""
@@ -132,6 +137,29 @@ class AdminCalls:
             if outcome not in (Outcome.OK, Outcome.ERROR):
                 damaged.add(slot)
         return damaged
+
+    async def pin_prefix(self, call: Call, request: pb.NamedPrefix) -> pb.PinPrefixReply:
+        """See the proto. Does not wait."""
+        namespace, tokens = self._named(request)
+        return pb.PinPrefixReply(num_tokens=self._cache.pin_prefix(namespace, tokens))
+
+    async def unpin_prefix(self, call: Call, request: pb.NamedPrefix) -> pb.UnpinPrefixReply:
+        """See the proto. Does not wait."""
+        namespace, tokens = self._named(request)
+        return pb.UnpinPrefixReply(was_pinned=self._cache.unpin_prefix(namespace, tokens))
+
+    def _named(self, request: pb.NamedPrefix) -> tuple[Namespace, Tokens]:
+        """What the owner means. Raises `BadRequest`, also for a namespace of which nothing is cached."""
+        namespace = self._cache.tree.namespace_of(request.namespace)
+        if namespace is None:
+            raise BadRequest("namespace", f"nothing is cached of {request.namespace.hex() or 'no digest'}")
+        if len(request.tokens) % 4:
+            raise BadRequest("tokens", f"{len(request.tokens)} bytes are no whole ids of 4")
+        return namespace, np.frombuffer(request.tokens, "<i4")
+
+    async def browse(self, call: Call, request: pb.BrowseRequest) -> pb.BrowseReply:
+        """See the proto. Does not wait."""
+        return self._browsing.browse(request)
 
     async def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainReply:
         """See the proto. Does not wait."""

@@ -15,12 +15,14 @@ from hicache.residency import Residency
 from hicache.service.errors import LimitReached, UnknownSession, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.edge import Call
+from hicache.service.server.pieces import read_piece, write_piece
 from hicache.service.server.session import Lent, Session, Tokens
 from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.wire import parse
 from hicache.service.work import EngineWork
 from hicache.tier import HOST, NVME
+from hicache.tiers.host import HostTier
 from hicache.tree import Match, Partial
 
 MAX_RELEASED: Final = 4096
@@ -34,8 +36,9 @@ _TIERS: Final = {HOST: pb.TIER_HOST, NVME: pb.TIER_NVME}
 class DataCalls:
     """The service `Cache`. Belongs to the event loop."""
 
-    def __init__(self, cache: Cache, sessions: Sessions, storing: Storing) -> None:
+    def __init__(self, cache: Cache, host: HostTier, sessions: Sessions, storing: Storing) -> None:
         self._cache: Final = cache
+        self._host: Final = host
         self._sessions: Final = sessions
         self._storing: Final = storing
 
@@ -80,7 +83,10 @@ class DataCalls:
                 lost=session.promises.take_lost(),
                 draining=self._sessions.is_draining,
             )
-            await context.write(notice.SerializeToString())
+            try:
+                await context.write(notice.SerializeToString())
+            except grpc.aio.InternalError:
+                return  # the client has gone
             try:
                 async with asyncio.timeout(self._sessions.times.lease_s / (NOTICES_A_LEASE + 1)):
                     await session.news.wait()
@@ -194,7 +200,7 @@ class DataCalls:
         pins = [cache.tree.pin(nodes, HOST) for nodes in (kept, [partial.node] if partial else []) if nodes]
         generation = cache.tiers[HOST].generation
         generations = np.array([generation(slot) for slot in slots.tolist()], np.dtype("<i8"))
-        lent = Lent((lease,), tuple(pins), sum([pin.num_pages for pin in pins]))
+        lent = Lent((lease,), tuple(pins), sum([pin.num_pages for pin in pins]), slots=slots)
         return pb.AcquireReply(
             partial_tokens=partial.num_tokens if partial is not None else 0,
             handle=self._sessions.names.handle(session, request.prefix.namespace_id, kept[-1], start),
@@ -250,6 +256,16 @@ class DataCalls:
     async def commit(self, call: Call, request: pb.CommitRequest) -> pb.CommitReply:
         """See the proto. Waits for the copy, and for the disk only where that was asked for."""
         return await self._storing.commit(call.session, request, call.deadline)
+
+    # -- for who maps no memory ---------------------------------------------------------------------------------------
+
+    async def read(self, call: Call, request: pb.ReadRequest) -> pb.ReadReply:
+        """See the proto. Does not wait."""
+        return read_piece(self._host, call.session, request)
+
+    async def write(self, call: Call, request: pb.WriteRequest) -> pb.WriteReply:
+        """See the proto. Does not wait."""
+        return write_piece(self._cache.layout.page_bytes, call.session, request)
 
     # -- what is to come ----------------------------------------------------------------------------------------------
 

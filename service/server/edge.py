@@ -5,6 +5,8 @@ What stands behind it sees a parsed message, a session and a deadline, and raise
 """
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -20,11 +22,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
-from hicache.service.errors import LimitReached, ServerFailure, UnknownSession, to_wire
+from hicache.service.errors import Forbidden, LimitReached, ServerFailure, UnknownSession, to_wire
 from hicache.service.metrics import CallTimes
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
-from hicache.service.wire import ERROR_METADATA, OVERHEAD_BYTES, TOKEN_METADATA, parse
+from hicache.service.wire import ACCESS_METADATA, ERROR_METADATA, OVERHEAD_BYTES, PIECE_BYTES, TOKEN_METADATA, parse
 
 REPLY_S: Final = 0.25
 """So long before a call's deadline the server stops waiting, or a fifth of its time before where that is less: an
@@ -59,21 +61,30 @@ Streaming = Callable[[Call, Any], AsyncIterator[Message]]
 class Edge:
     """The edge of one service. Belongs to the event loop."""
 
-    def __init__(self, clock: Clock, *, max_call_s: float, sessions: Sessions | None, times: CallTimes) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        max_call_s: float,
+        sessions: Sessions | None,
+        times: CallTimes,
+        access_sha256: bytes | None = None,
+    ) -> None:
         """`sessions`: where tokens are looked up; None for a service whose calls carry none. `times`: where calls are
-        counted, but for a session's stream."""
+        counted, but for a session's stream. `access_sha256`: of the access token that every call must carry."""
         self._clock: Final = clock
         self._max_call_s: Final = max_call_s
         self._sessions: Final = sessions
         self._times: Final = times
+        self._access_sha256: Final = access_sha256
 
     def handler(self, service: ServiceDescriptor, calls: object) -> grpc.GenericRpcHandler:
         """The service as gRPC takes it. `calls` has for each method a coroutine function (or, for one that streams, an
-        asynchronous generator function) of the method's name in lower case; one whose client streams is given the raw
-        iterator and the context."""
+        asynchronous generator function) of the method's name as Python writes it; one whose client streams is given the
+        raw iterator and the context."""
         return grpc.method_handlers_generic_handler(
             service.full_name,
-            {method.name: self._method(method, getattr(calls, method.name.lower())) for method in service.methods},
+            {method.name: self._method(method, getattr(calls, _snake(method.name))) for method in service.methods},
         )
 
     def _method(self, method: MethodDescriptor, call: Callable[..., Any]) -> "grpc.RpcMethodHandler[Any, Any]":
@@ -148,6 +159,7 @@ class Edge:
         """One call more of its session while the block runs."""
         deadline = self._clock.monotonic() + remaining - min(REPLY_S, remaining / 5)
         if self._sessions is None:
+            self._check_access(context)
             yield Call(deadline, None)
             return
         session, most = self._session(context), self._sessions.limits.max_calls_per_session
@@ -159,12 +171,31 @@ class Edge:
         finally:
             session.num_calls -= 1
 
+    def _check_access(self, context: Context) -> None:
+        if self._access_sha256 is not None:
+            given = hashlib.sha256(_carried(context, ACCESS_METADATA) or b"").digest()
+            if not hmac.compare_digest(given, self._access_sha256):
+                raise Forbidden("the call carries no access token, or another one")
+
     def _session(self, context: Context) -> Session:
         assert self._sessions is not None
-        for key, value in context.invocation_metadata() or ():
-            if key == TOKEN_METADATA and isinstance(value, bytes):
-                return self._sessions.of_token(value)
-        raise UnknownSession(f"the call carries no {TOKEN_METADATA}")
+        token = _carried(context, TOKEN_METADATA)
+        if token is None:
+            raise UnknownSession(f"the call carries no {TOKEN_METADATA}")
+        return self._sessions.of_token(token)
+
+
+def _carried(context: Context, name: str) -> bytes | None:
+    """What a call carries as metadata of that name."""
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, bytes):
+            return value
+    return None
+
+
+def _snake(name: str) -> str:
+    """`PinPrefix` as `pin_prefix`."""
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
 async def _refuse(context: Context, error: Exception) -> None:
@@ -192,7 +223,7 @@ def _known(error: Exception) -> HicacheError | None:
 def options(max_tokens: int) -> Sequence[tuple[str, int]]:
     """Settings of a server that takes prompts of so many tokens: nothing longer is read from a socket."""
     return (
-        ("grpc.max_receive_message_length", 4 * max_tokens + OVERHEAD_BYTES),
+        ("grpc.max_receive_message_length", max(4 * max_tokens, PIECE_BYTES) + OVERHEAD_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.so_reuseport", 0),

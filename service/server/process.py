@@ -5,8 +5,9 @@ next, the longest step; then the calls, admin and health; the hello socket last,
 
 Stopping has two phases. In the first no session is taken, those there are told, and whoever still holds a lease or a
 reservation has `drain_s` seconds to finish. In the second all sessions end, what they hold is given back, calls are cut
-off, and the cache lets its moves finish and closes. A second signal skips both: the process ends at once, which loses
-nothing that was promised as durable.
+off, and the cache lets its moves finish and closes. Both together take at most `STOP_S`, or `drain_s` and `CLOSE_S`
+where that is more, also with a disk that does not answer. A second signal skips both: the process ends at once, which
+loses nothing that was promised as durable.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import ctypes
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from math import ceil
 from typing import Any, Final
@@ -25,7 +26,7 @@ from prometheus_client import Metric
 
 import hicache
 from hicache.clock import SystemClock
-from hicache.errors import TierUnavailable
+from hicache.errors import BadRequest, TierUnavailable
 from hicache.service import wire
 from hicache.service.config import ServeConfig
 from hicache.service.events.publisher import Publisher
@@ -35,15 +36,21 @@ from hicache.service.readiness import READY, STOPPING, Supervisor
 from hicache.service.server.admin import AdminCalls
 from hicache.service.server.cache import Served, open_cache, options_of
 from hicache.service.server.data import DataCalls
+from hicache.service.server.door import DoorCalls
 from hicache.service.server.edge import Edge, options
 from hicache.service.server.health import HealthServer, Progress
 from hicache.service.server.hello import HelloServer
 from hicache.service.server.metrics import MetricsServer
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
+from hicache.service.server.welcoming import Welcoming
 from hicache.service.snapshot import stats_of
 from hicache.service.sockets import SocketDirectory
 
+STOP_S: Final = 8.0
+"""How long a stop may take, from the signal on; the interpreter takes a little more to end."""
+CLOSE_S: Final = 3.0
+"""How much of that is left to the second phase, however long the first may take."""
 POLL_S: Final = 0.05
 """How often the first phase of a stop looks whether it may end."""
 CUT_OFF_S: Final = 0.5
@@ -52,6 +59,8 @@ KEPT_BYTES: Final = 64 << 20
 """Freed memory that the process keeps for its next messages, at most."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+KEEPALIVE: Final = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
+"""Over TCP: connections whose other end is gone without a word are closed."""
 MAX_ADMIN_CALLS: Final = 16
 """Calls under way on the admin socket."""
 
@@ -76,6 +85,8 @@ class Server:
         """Where metrics are served, if that was asked for."""
         self.publisher: Publisher | None = None
         """Publishes events, if that was asked for."""
+        self.tcp_port: int | None = None
+        """Where it listens for other machines, if that was asked for."""
         self._tasks: Final = tasks
         self._own: Final[set[asyncio.Task[None]]] = set()
         self._began: Final = self.clock.monotonic()
@@ -91,12 +102,13 @@ class Server:
         """Begin to stop; sessions have so many seconds to finish, or the configuration's. Again is harmless."""
         if not self.stopping.is_set():
             self._drain_s = within_s or self.config.times.drain_s
+            self.cache.leave_by(self.clock.monotonic() + max(STOP_S, self._drain_s + CLOSE_S))
             self.sessions.drain()
             self.stopping.set()
 
     def status(self) -> dict[str, Any]:
         """The server of itself, JSON-able: "version", "protocol", "boot_id" (hex), "pid", "up_s", "commits",
-        "bytes_stored", "metrics_port" (or null)."""
+        "bytes_stored", "metrics_port" and "tcp_port" (or null)."""
         return {
             "version": hicache.__version__,
             "protocol": wire.PROTOCOL,
@@ -106,6 +118,7 @@ class Server:
             "commits": self.storing.num_commits,
             "bytes_stored": self.storing.bytes_stored,
             "metrics_port": self.metrics.port if self.metrics is not None else None,
+            "tcp_port": self.tcp_port,
         }
 
     def measured(self) -> list[Metric]:
@@ -147,6 +160,13 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
     async with AsyncExitStack() as stack:
         directory = SocketDirectory(config.socket_dir)
         stack.callback(directory.close)
+        remote, tcp_port = None, None
+        if config.tcp is not None:
+            config.tcp.check_free()
+            credentials = config.tcp.credentials()
+            remote = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, KEEPALIVE)
+            stack.push_async_callback(remote.stop, None)
+            tcp_port = _bind(remote, str(config.tcp.address), credentials)
         metrics = None
         if config.metrics_port is not None:
             metrics = MetricsServer(config.metrics_port)
@@ -168,10 +188,22 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
         data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions)
         times = server.call_times
         edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times)
-        calls = DataCalls(server.cache, server.sessions, server.storing)
+        calls = DataCalls(server.cache, served.host, server.sessions, server.storing)
         data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
         await _listen(data, directory / wire.DATA_SOCKET)
         stack.push_async_callback(data.stop, CUT_OFF_S)
+        welcoming = Welcoming(server.sessions, served.host, config.tenants)
+        if config.tcp is not None and remote is not None:
+            server.tcp_port = tcp_port
+            door = Edge(
+                clock, max_call_s=config.times.max_call_s, sessions=None, times=times,
+                access_sha256=config.tcp.token_sha256,
+            )  # fmt: skip
+            remote.add_generic_rpc_handlers((
+                door.handler(wire.DOOR, DoorCalls(welcoming)), edge.handler(wire.CACHE, calls),
+            ))  # fmt: skip
+            await remote.start()
+            stack.push_async_callback(remote.stop, CUT_OFF_S)
 
         admin = _grpc_server(config, MAX_ADMIN_CALLS)
         owners = AdminCalls(server.cache, server.sessions, server.storing, status=server.status, drain=server.stop)
@@ -197,7 +229,7 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
             stack.callback(tasks.create_task(watching).cancel)
         health = HealthServer(directory / wire.HEALTH_SOCKET, progress, clock)
         stack.callback(health.close)
-        hello = HelloServer(directory / wire.HELLO_SOCKET, server.sessions, served.host, config.tenants)
+        hello = HelloServer(directory / wire.HELLO_SOCKET, welcoming, served.host)
         stack.callback(hello.close)
         stack.callback(tasks.create_task(hello.run()).cancel)
         stack.push_async_callback(server.cut_off)
@@ -208,7 +240,7 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
             await server.finish()
 
 
-async def run(config: ServeConfig, *, ready: Callable[[], None]) -> None:
+async def run(config: ServeConfig, *, ready: Callable[[Server], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves.
 
     For the main thread of a process of its own: it sets the umask and signal handlers, and tells systemd, where it was
@@ -230,7 +262,7 @@ async def run(config: ServeConfig, *, ready: Callable[[], None]) -> None:
                 loop.add_signal_handler(number, stop)
         alive = tasks.create_task(supervisor.keep_alive()) if supervisor.watchdog_s else None
         supervisor.tell(READY)
-        ready()
+        ready(server)
         await server.stopping.wait()
         supervisor.tell(STOPPING)
         if alive is not None:
@@ -246,8 +278,12 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def _grpc_server(config: ServeConfig, max_calls: int) -> grpc.aio.Server:
-    return grpc.aio.server(options=options(config.limits.max_tokens), maximum_concurrent_rpcs=max_calls)
+def _grpc_server(
+    config: ServeConfig, max_calls: int, more: Sequence[tuple[str, int]] = ()
+) -> grpc.aio.Server:
+    return grpc.aio.server(
+        options=[*options(config.limits.max_tokens), *more], maximum_concurrent_rpcs=max_calls
+    )
 
 
 async def _listen(server: grpc.aio.Server, path: str) -> None:
@@ -257,3 +293,13 @@ async def _listen(server: grpc.aio.Server, path: str) -> None:
         raise TierUnavailable("data", f"cannot listen at {path}: {error}") from None
     os.chmod(path, 0o600)
     await server.start()
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """The port. Nobody is let in before the server is started. Raises `BadRequest`."""
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:  # somebody was faster
+        raise BadRequest("tcp.listen", f"{address}: {error}") from None

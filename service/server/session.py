@@ -46,6 +46,8 @@ class Lent:
     """Keep pages in place in the arena; none for a lease that keeps them in the cache alone."""
     num_pages: int
     """Pages kept in place."""
+    slots: Slots = field(default_factory=lambda: np.empty(0, np.int32))
+    """Arena slots of the pages that the session was named, which are among those."""
     began: float = 0.0
     """Monotonic seconds at which the session was given it."""
 

@@ -136,6 +136,8 @@ class ServerProcess:
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        self.said = line.decode().strip()
+        """What it said when it served."""
         if not line.startswith(b"serving at"):
             self.stop()
             raise AssertionError(f"it did not start: {line!r} {self.errors()}")

@@ -31,7 +31,7 @@ from hicache.service.client.client import Client, directory_of
 from hicache.service.client.transport import GrpcTransport
 from hicache.service.config import ServeConfig
 from hicache.service.server.edge import options
-from hicache.service.server.process import run
+from hicache.service.server.process import Server, run
 
 ECHO_SOCKET: Final = "echo.sock"
 ECHO_METHOD: Final = "/hicache.bench.Echo/Echo"
@@ -86,7 +86,7 @@ async def serve(socket_dir: Path, page_layout: KVLayout, host_bytes: int) -> Non
     config = ServeConfig.checked(settings)
     async with asyncio.TaskGroup() as tasks:
 
-        def ready() -> None:
+        def ready(_: Server) -> None:
             tasks.create_task(echo(socket_dir, config.limits.max_tokens))
 
         await run(config, ready=ready)

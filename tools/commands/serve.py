@@ -6,12 +6,16 @@ import logging
 import os
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hicache.errors import BadRequest
 from hicache.tools.exits import Exit, UsageProblem
 from hicache.tools.terminal import printable
+
+if TYPE_CHECKING:
+    from hicache.service.server.process import Server
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 _DESCRIPTION: Final = """\
@@ -34,7 +38,13 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
   [times]    lease_s, attach_s, max_call_s, drain_s
   [metrics]  port = 9464             (Prometheus, at http://127.0.0.1:9464/metrics)
   [events]   endpoint = "ipc:///run/hicache/events", replay_endpoint   (KV events over ZMQ)
+  [tcp]      listen = "0.0.0.0:7443", token_sha256 = "...", cert = "server.pem",
+             key = "server.key", client_ca, plain
   [tenants.NAME]  secret_sha256 = "..."    (without such tables there is one tenant)
+
+Over TCP, clients say connect("tls://HOST:PORT", token=...). The file knows the SHA-256 of
+the access token (printf %s TOKEN | sha256sum); with client_ca a client also needs a
+certificate of that authority. plain = true leaves out TLS, at a loopback address alone.
 
 SIGTERM and SIGINT stop it: sessions that hold something have drain_s seconds to finish,
 then everything is given back. A second signal ends it at once; what was promised as
@@ -53,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="SIZE", help="host memory for pages, such as 64GiB")
     parser.add_argument("--nvme-dir", action="append", metavar="DIR", help="directory on NVMe; may be given again")
     parser.add_argument("--nvme", metavar="SIZE", help="space for pages there")
+    parser.add_argument("--tcp", metavar="HOST:PORT", help="serve engines on other machines, too; see below")
     parser.add_argument("--policy", metavar="NAME", help="which pages leave first")
     parser.add_argument("--write-policy", metavar="NAME", help="when pages are written to NVMe")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the file")
@@ -80,8 +91,12 @@ def run(args: argparse.Namespace) -> int:
     )
     from hicache.service.server.process import run as serve
 
-    def ready() -> None:
-        print(f"serving at {printable(os.fspath(config.socket_dir), 400)}", flush=True)
+    def ready(server: "Server") -> None:
+        also = ""
+        if config.tcp is not None and server.tcp_port is not None:
+            address = replace(config.tcp.address, port=server.tcp_port)
+            also = f" and {'tcp' if config.tcp.cert is None else 'tls'}://{address}"
+        print(f"serving at {printable(os.fspath(config.socket_dir), 400)}{also}", flush=True)
 
     try:
         asyncio.run(serve(config, ready=ready))
@@ -98,6 +113,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
         ("host.bytes", args.host),
         ("nvme.dir", args.nvme_dir),
         ("nvme.bytes", args.nvme),
+        ("tcp.listen", args.tcp),
         ("policy", args.policy),
         ("write_policy", args.write_policy),
     ):

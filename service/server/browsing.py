@@ -1,0 +1,75 @@
+"""Walks through all that is cached, a bounded step at a time: what `hicache tree` and `hicache top` can show."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+from hicache.cache import Cache
+from hicache.errors import BadRequest, LeaseExpired
+from hicache.residency import Residency
+from hicache.results import NodeInfo
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.boot import Boot
+from hicache.tier import HOST, NVME
+
+MAX_NODES: Final = 10_000
+"""Nodes of one step."""
+MAX_WALKS: Final = 16
+"""Walks that are remembered; where there are more, the one that was gone on with longest ago is forgotten."""
+MAX_REPLY_BYTES: Final = 4 << 20
+"""So many bytes of token ids after which a step ends early."""
+_TIERS: Final = {HOST: pb.TIER_HOST, NVME: pb.TIER_NVME}
+
+
+class Browsing:
+    """Walks that are under way. Belongs to the event loop."""
+
+    def __init__(self, cache: Cache, boot: Boot) -> None:
+        self._cache: Final = cache
+        self._boot: Final = boot
+        self._walks: Final[OrderedDict[int, tuple[Iterator[NodeInfo], bool]]] = OrderedDict()
+
+    def browse(self, request: pb.BrowseRequest) -> pb.BrowseReply:
+        """See `BrowseRequest`. Does not wait. Raises `BadRequest`, and `LeaseExpired` for a walk that is forgotten."""
+        if not 1 <= request.max_nodes <= MAX_NODES:
+            raise BadRequest("max_nodes", f"{request.max_nodes} is not within 1 to {MAX_NODES}")
+        if request.walk:
+            found = self._walks.pop(request.walk, None)
+            if found is None:
+                raise LeaseExpired("walk", f"{request.walk} has ended or is forgotten; begin another one")
+            infos, wants_tokens = found
+        else:
+            infos, wants_tokens = self._begin(request.tenant), request.tokens
+        reply, num_bytes = pb.BrowseReply(), 0
+        for info in infos:
+            node = reply.nodes.add()
+            self._show(info, node, wants_tokens=wants_tokens)
+            num_bytes += len(node.tokens)
+            if len(reply.nodes) >= request.max_nodes or num_bytes >= MAX_REPLY_BYTES:
+                reply.walk = request.walk or self._boot.next_id()
+                self._walks[reply.walk] = infos, wants_tokens
+                if len(self._walks) > MAX_WALKS:
+                    self._walks.popitem(last=False)
+                break
+        return reply
+
+    def _begin(self, tenant: str) -> Iterator[NodeInfo]:
+        # In steps of one node, so that nothing is looked at before it is shown.
+        for batch in self._cache.tree.walk(batch=1, tenant=tenant or None):
+            yield from batch
+
+    def _show(self, info: NodeInfo, shown: pb.BrowsedNode, *, wants_tokens: bool) -> None:
+        tree, now = self._cache.tree, self._cache.clock.monotonic()
+        shown.namespace, shown.tenant = info.namespace, info.tenant
+        shown.first_page, shown.num_pages = info.first_page, info.num_pages
+        for tier_id, state in zip(tree.tiers, info.residency, strict=True):
+            if state is Residency.RESIDENT:
+                shown.tiers.append(_TIERS[tier_id])
+        shown.age_ms = max(0, int(1000 * (now - info.last_access)))
+        shown.num_leases, shown.num_children = info.num_leases, info.num_children
+        shown.priority, shown.published = tree.priority(info.node), info.is_published
+        until = tree.retained_until(info.node)
+        shown.retained_ms = max(0, int(1000 * (until - now))) if until is not None else 0
+        if wants_tokens:
+            own = tree.tokens_of(info.node)[info.first_page * self._cache.layout.page_size :]
+            shown.tokens = own.astype("<i4").tobytes()
