@@ -12,6 +12,11 @@ A tier is kept by one policy for each tenant, and this one says whose turn it is
    among equals the policy decides. Retained pages leave when nothing else of their tenant may: they never stop anybody.
    So no hint of one tenant keeps a page of another one from its share.
 
+What a tenant's policy remembers beyond its pages is bounded, and so is the number of those that remember: `OWN_MAX`
+tenants have a policy of the kind asked for, and as many ranks of tenants one of theirs. The others are kept by LRU,
+which knows of nothing but what is there, until one of those has no page any more: then it gives its place to the next
+tenant that comes.
+
 Choosing costs O(log n) in tenants and pages, beyond what the tenant's own policy costs.
 """
 
@@ -33,6 +38,7 @@ from hicache.policy.base import (
     Hint,
     Use,
 )
+from hicache.policy.lru import LruPolicy
 from hicache.sortedchunks import SortedChunks
 
 IDLE_S: Final = 600.0
@@ -41,6 +47,9 @@ RESIZED_FROM: Final = 1 / 8
 """Relative change of what a tenant may keep from which its policy is told."""
 EMPTY_MAX: Final = 64
 """Tenants without a page whose policies, and what these remember, are kept."""
+OWN_MAX: Final = 16
+"""Tenants, and ranks of tenants, that have a policy which remembers: with the default of `hicache.policy.value` about
+100 MB each when all of it is full."""
 _LEAST_QUOTA: Final = 0.5
 """Pages that a quota of none counts for: who has one holds too much with its first page."""
 
@@ -70,12 +79,15 @@ class _Tenant:
     quota: int | None
     capacity: int
     """Pages that its policy counts on."""
+    is_own: bool
+    """Whether its policy is of the kind asked for."""
     pages: int = 0
     num_listed: int = 0
     last_used: float = float("-inf")
     is_idle: bool = True
     place: tuple[float, int] | None = None
     """Where it stands in the order of claims: while it may lose something, and is not idle."""
+    num_own_ranks: int = 0
     ranked: dict[int, _Kept] = field(default_factory=dict)
     """Those of other ranks: each knows what is listed in it."""
 
@@ -115,6 +127,7 @@ class SharedPolicy:
             cannot be one that judges by the whole tier.
         capacity_pages: the tier's.
         quotas: pages of the tier, by tenant; their sum is at most its capacity.
+        own_max: most policies that each of `make` and `make_ranked` has made that are in use at once.
     """
 
     def __init__(
@@ -124,7 +137,10 @@ class SharedPolicy:
         *,
         capacity_pages: int,
         quotas: Mapping[str, int] | None = None,
+        own_max: int = OWN_MAX,
     ) -> None:
+        self._own_max = own_max
+        self._num_own = self._num_own_ranks = 0
         self._make, self._make_ranked = make, make_ranked
         self._capacity = capacity_pages
         self._quotas = dict(quotas or {})
@@ -171,7 +187,10 @@ class SharedPolicy:
             return
         kept = tenant.ranked.get(rank)
         if kept is None:
-            kept = tenant.ranked[rank] = _Kept(self._make_ranked())
+            is_own = self._num_own_ranks < self._own_max
+            self._num_own_ranks += is_own
+            tenant.num_own_ranks += is_own
+            kept = tenant.ranked[rank] = _Kept(self._make_ranked() if is_own else LruPolicy())
         self._ranks[node.box] = rank
         if kept.residency is not None:
             kept.residency.entered(node)
@@ -284,7 +303,12 @@ class SharedPolicy:
         tenant = self._tenants.get(name)
         if tenant is None:
             self._serial += 1
-            tenant = _Tenant(name, self._serial, _Kept(self._make()), self._quotas.get(name), self._capacity)
+            if self._num_own >= self._own_max:
+                self._forget_own()
+            is_own = self._num_own < self._own_max
+            self._num_own += is_own
+            main = _Kept(self._make() if is_own else LruPolicy())
+            tenant = _Tenant(name, self._serial, main, self._quotas.get(name), self._capacity, is_own)
             self._tenants[name] = tenant
             self._by_serial[self._serial] = tenant
             self._empty[tenant] = None
@@ -295,13 +319,25 @@ class SharedPolicy:
 
     def _forget_empty(self) -> None:
         while len(self._empty) > EMPTY_MAX:
-            tenant, _ = self._empty.popitem(last=False)
-            self._by_use.pop(tenant, None)
-            self._idle.pop(tenant, None)
-            self._moved.discard(tenant)
-            if tenant.place is not None:  # of pages that it has lost since, all at once by a flush
-                (self._active if tenant.quota is None else self._with_quota).remove(tenant.place)
-            del self._tenants[tenant.name], self._by_serial[tenant.serial]
+            self._forget(next(iter(self._empty)))
+
+    def _forget_own(self) -> None:
+        """Take its policy from a tenant that has been without a page for longest, if there is one."""
+        tenant = next((each for each in self._empty if each.is_own), None)
+        if tenant is not None:
+            self._forget(tenant)
+
+    def _forget(self, tenant: _Tenant) -> None:
+        """A tenant without a page."""
+        del self._empty[tenant]
+        self._by_use.pop(tenant, None)
+        self._idle.pop(tenant, None)
+        self._moved.discard(tenant)
+        if tenant.place is not None:  # of pages that it has lost since, all at once by a flush
+            (self._active if tenant.quota is None else self._with_quota).remove(tenant.place)
+        self._num_own -= tenant.is_own
+        self._num_own_ranks -= tenant.num_own_ranks
+        del self._tenants[tenant.name], self._by_serial[tenant.serial]
 
     def _count(self, tenant: _Tenant, num_pages: int) -> None:
         had = bool(tenant.pages)

@@ -10,8 +10,9 @@ from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.policies import policies_named
 from hicache.policy.base import EvictionPolicy, Use
+from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
-from hicache.policy.shared import EMPTY_MAX, IDLE_S, RESIZED_FROM, SharedPolicy
+from hicache.policy.shared import EMPTY_MAX, IDLE_S, OWN_MAX, RESIZED_FROM, SharedPolicy
 from hicache.policy.slru import SlruPolicy
 from hicache.quotas import TenantQuota, check_quotas, quota_pages
 from hicache.tier import DEVICE, HOST, NVME
@@ -190,6 +191,40 @@ def test_tenants_that_a_flush_left_without_pages_are_forgotten_whole(quotas: dic
     assert sum(shared.policy.pages_by_tenant().values()) == 2 * EMPTY_MAX
 
 
+def test_only_so_many_tenants_and_ranks_have_a_policy_that_remembers() -> None:
+    made: list[LrfuPolicy] = []
+
+    def make() -> LrfuPolicy:
+        made.append(LrfuPolicy())
+        return made[-1]
+
+    policy = SharedPolicy(make, make, capacity_pages=1_000)
+    tree = HiRadixTree(page_size=PAGE, tiers=(HOST,), policies={HOST: policy})
+
+    def store(tenant: int, slot: int) -> Node:
+        namespace = make_namespace(PAGE, tenant=f"tenant {tenant}")
+        node = tree.insert(namespace, sequence(slot, PAGE), tier=HOST, slots=[slot], now=float(slot)).node
+        policy.used(Use(tree.path(node), float(slot)))
+        return node
+
+    nodes = [store(tenant, tenant) for tenant in range(3 * OWN_MAX)]
+    assert len(made) == OWN_MAX
+    for number, node in enumerate(nodes):
+        tree.care(node, priority=1, now=float(100 + number))
+    assert len(made) == 2 * OWN_MAX, "and as many of another rank"
+    # The others are kept as well: what each of them used longest ago leaves first.
+    last = 3 * OWN_MAX - 1
+    later = [store(last, 100 + step) for step in range(3)]
+    leaving = [node for node in tree.victims(HOST, 1_000, 200.0) if node.tenant == nodes[last].tenant]
+    assert leaving == [*later, nodes[last]]
+    for node in nodes[:5]:
+        tree.evict(node, HOST)
+    for tenant in range(200, 210):
+        store(tenant, tenant)
+    assert len(made) == 2 * OWN_MAX + 5, "those without a page have given their places"
+    tree.check_integrity()
+
+
 def test_a_victim_of_many_tenants_costs_no_look_at_all_of_them() -> None:
     """Counted in tenants that are looked at, of 2,000."""
     looked: list[int] = []
@@ -199,7 +234,7 @@ def test_a_victim_of_many_tenants_costs_no_look_at_all_of_them() -> None:
             looked.append(1)
             return super().victims()
 
-    policy = SharedPolicy(Looked, Looked, capacity_pages=5_000)
+    policy = SharedPolicy(Looked, Looked, capacity_pages=5_000, own_max=2_000)
     tree = HiRadixTree(page_size=PAGE, tiers=(HOST,), policies={HOST: policy})
     for number in range(2_000):
         namespace = make_namespace(PAGE, tenant=str(number))
