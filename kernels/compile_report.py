@@ -1,12 +1,14 @@
 """Compile the kernels for GPUs that are not there, and print what each form of them needs.
 
-    python -m hicache.kernels.compile_report                      # everything, for sm_80, sm_90 and sm_100
+    python -m hicache.kernels.compile_report                      # everything, for sm_80, sm_89, sm_90 and sm_100
+    python -m hicache.kernels.compile_report --part 2/8           # an eighth of it (Triton keeps what is compiled)
     python -m hicache.kernels.compile_report --pairwise           # every pair of kernel, dtype, head size, page size
     python -m hicache.kernels.compile_report --kernel decode --dtype bfloat16 --arch 90
 
 The compiler needs no device. For each form the table shows registers a thread, shared memory a program, and bytes
-spilled to local memory. Exit status 1 if a form does not compile, needs more shared memory than the GPU has, or spills
-on sm_90; 2 for bad usage, `TRITON_INTERPRET=1` included: a process that interprets cannot compile.
+spilled to local memory; a summary of each kernel follows. Exit status 1 if a form does not compile, needs more shared
+memory than the GPU has, or spills on sm_90; 2 for bad usage, `TRITON_INTERPRET=1` included: a process that interprets
+cannot compile.
 """
 
 import argparse
@@ -17,10 +19,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from operator import attrgetter
+from time import perf_counter
 from typing import Any, Final
 
 import triton
@@ -29,8 +33,8 @@ from triton.backends.compiler import GPUTarget
 from hicache.kernels import language, launch
 from hicache.kernels.forms import DTYPES, GROUP, HEAD_DIMS, KERNELS, PAGE_SIZES, Case, all_cases, form_of, source_of
 
-SHARED_BYTES_MAX: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Shared memory that one program may have, by compute capability: CUDA C++ programming guide, feature tables."""
+ARCHES: Final = (80, 89, 90, 100)
+"""GPUs that are compiled for. What fits sm_89 fits sm_86 and sm_120 as well, which have as little shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,9 @@ class Row:
         """Why this row fails the report, or None."""
         if self.error is not None:
             return "does not compile"
-        if self.shared_bytes > SHARED_BYTES_MAX[self.arch]:
-            return f"needs more than the {SHARED_BYTES_MAX[self.arch]} bytes of shared memory there are"
+        shared_bytes_max = launch.shared_bytes_of(*divmod(self.arch, 10))
+        if self.shared_bytes > shared_bytes_max:
+            return f"needs more than the {shared_bytes_max} bytes of shared memory there are"
         if self.spill_bytes and self.arch == 90:
             return "spills"
         return None
@@ -70,7 +75,7 @@ class Row:
 
 def compile_case(case: Case, arch: int) -> Row:
     """Compile one case for one GPU. What the compiler refuses is in the row, not raised."""
-    form = form_of(case)
+    form = form_of(case, arch)
     options = launch.options(form.variant)
     try:
         compiled = triton.compile(source_of(form, arch), target=GPUTarget("cuda", arch, 32), options=options)
@@ -130,6 +135,21 @@ def line(row: Row) -> str:
     return text
 
 
+def summary(rows: Sequence[Row]) -> list[str]:
+    """The most that the forms of each kernel need on each GPU, and how many of them spill, as lines."""
+    columns = "{:<17} {:>6} {:>5} {:>4} {:>7} {:>7} {:>6}"
+    lines = [columns.format("most of a kernel", "arch", "forms", "regs", "shared", "spilling", "spill")]
+    key: Callable[[Row], tuple[str, int]] = attrgetter("kernel", "arch")
+    for (kernel, arch), found in itertools.groupby(sorted(rows, key=key), key):
+        forms = list(found)
+        spilling = [row.spill_bytes for row in forms if row.spill_bytes]
+        lines.append(columns.format(
+            kernel, f"sm_{arch}", len(forms), max(row.registers for row in forms),
+            max(row.shared_bytes for row in forms), len(spilling), max(spilling, default=0),
+        ))  # fmt: skip
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -140,8 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, **only)
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, **only)
     parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, **only)
-    parser.add_argument("--arch", type=int, choices=SHARED_BYTES_MAX, **only)
+    parser.add_argument("--arch", type=int, choices=ARCHES, **only)
     parser.add_argument("--pairwise", action="store_true", help="a cover of all pairs instead of the full product")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="only the I-th of N parts")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
@@ -158,11 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.pairwise:
         cases = pairwise_cover(cases)
-    work = list(itertools.product(cases, options.arch or SHARED_BYTES_MAX))
+    part, num_parts = options.part
+    work = list(itertools.product(cases, options.arch or ARCHES))[part - 1 :: num_parts]
     print(f"Triton {triton.__version__}, {GROUP} query heads a key/value head; registers a thread, bytes of shared")
     print("memory and of spills, bits of the widest load of a thread; with all optional arguments or none")
     print(HEADER)
     rows = []
+    began = perf_counter()
     for row in _compile_all(work, options.jobs):
         rows.append(row)
         print(line(row), flush=True)
@@ -170,8 +193,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"triton": triton.__version__, "rows": [asdict(row) for row in rows]}, file, indent=1)
     failing = [row for row in rows if row.problem]
-    print(f"{len(rows)} forms, {len(failing)} failing")
+    print("\n".join(["", *summary(rows)]))
+    print(f"{len(rows)} forms, {len(failing)} failing, {perf_counter() - began:.0f} s")
     return 1 if failing else 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`I/N` of the command line."""
+    part, _, count = text.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and 1 <= int(part) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 1 to N")
+    return int(part), int(count)
 
 
 def _compile_all(work: Sequence[tuple[Case, int]], jobs: int) -> Iterator[Row]:
@@ -179,8 +211,10 @@ def _compile_all(work: Sequence[tuple[Case, int]], jobs: int) -> Iterator[Row]:
     if jobs == 1:
         yield from itertools.starmap(compile_case, work)
         return
-    with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(compile_case, *zip(*work, strict=True), chunksize=3)
+    # Forked: importing torch and Triton anew takes each process longer than three kernels do. Nothing runs in threads
+    # here that a child could lack.
+    with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("fork")) as pool:
+        yield from pool.map(compile_case, *zip(*work, strict=True))
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -132,6 +132,7 @@ def paged_extend(
         group,
         has_prefix=pages is not None,
         has_new=key is not None,
+        shared_bytes=launch.shared_bytes(device),
     )
     grid = (ceil_div(most * group, variant.constants["BM"]), num_kv_heads, num_seqs)
     scale_in, cap_log2 = launch.score_scales(scale, scoring.soft_cap)
@@ -232,9 +233,10 @@ def extend_variant(
     *,
     has_prefix: bool,
     has_new: bool,
+    shared_bytes: int,
 ) -> Variant:
-    """The form in which the kernel is compiled, for a query of `dtype` and a prefix `stored` in another or the same.
-    `group`: query heads that share a key/value head.
+    """The form in which the kernel is compiled, for a query of `dtype` and a prefix `stored` in another or the same, on
+    a GPU where a program may have `shared_bytes` of shared memory. `group`: query heads that share a key/value head.
 
     Found with the compile report: the largest blocks that spill nothing on sm_90 and next to nothing elsewhere.
     """
@@ -254,7 +256,8 @@ def extend_variant(
         num_stages = 1 if has_prefix and page_size < 16 and head_dim > 64 else 2
         return Variant({**constants, "BM": 32, "BN": 16}, num_warps=8, num_stages=num_stages)
     if head_dim > 128:
-        return Variant({**constants, "BM": 32 if is_float8 else 64, "BN": 32}, num_warps=8, num_stages=3)
+        num_stages = 3 if shared_bytes > launch.SHARED_BYTES_LEAST else 2
+        return Variant({**constants, "BM": 32 if is_float8 else 64, "BN": 32}, num_warps=8, num_stages=num_stages)
     num_warps = 4 if head_dim <= 64 and not is_float8 else 8
     return Variant({**constants, "BM": 64, "BN": 64}, num_warps=num_warps, num_stages=3)
 

@@ -13,7 +13,7 @@ import torch
 from triton.compiler import ASTSource
 
 from hicache.kernels import decode, extend, gather, merge, mla, quant, rope, score
-from hicache.kernels.launch import Variant
+from hicache.kernels.launch import Variant, shared_bytes_of
 
 
 class Elements(NamedTuple):
@@ -68,11 +68,13 @@ class Form(NamedTuple):
     """Triton's type of each pointer, and of each scalar that may be None, that is given."""
 
 
-def _mla(case: Case) -> Form | None:
+def _mla(case: Case, shared_bytes: int) -> Form | None:
     if case.head_dim != HEAD_DIMS[0]:
         return None  # it has sizes of its own
     elements = DTYPES[case.dtype]
-    variant = mla.mla_variant(elements.query, elements.stored, LATENT_DIM, ROPE_DIM, case.page_size, 128)
+    variant = mla.mla_variant(
+        elements.query, elements.stored, LATENT_DIM, ROPE_DIM, case.page_size, 128, shared_bytes=shared_bytes
+    )
     types = {
         "p_query": elements.query_pointer, "p_pages": elements.stored_pointer, "p_tables": "*i32", "p_lens": "*i32",
         "p_output": "*fp32", "p_lse": "*fp32",
@@ -94,14 +96,15 @@ def _decode(case: Case, *, num_tokens: int = 1) -> Form:
     return Form(decode._paged_decode_kernel, variant, types | _scales(elements) | (scoring if case.options else {}))
 
 
-def _extend(case: Case, *, has_prefix: bool = True, has_new: bool = True) -> Form | None:
+def _extend(case: Case, shared_bytes: int, *, has_prefix: bool = True, has_new: bool = True) -> Form | None:
     elements = DTYPES[case.dtype]
     if elements.is_float8 and not has_prefix:
         return None
     page_size = case.page_size if has_prefix else 1
     variant = extend.extend_variant(
-        elements.query, elements.stored, case.head_dim, page_size, GROUP, has_prefix=has_prefix, has_new=has_new
-    )
+        elements.query, elements.stored, case.head_dim, page_size, GROUP, has_prefix=has_prefix, has_new=has_new,
+        shared_bytes=shared_bytes,
+    )  # fmt: skip
     pointer = elements.query_pointer
     types = {"p_query": pointer, "p_indptr": "*i32", "p_output": pointer, "p_lse": "*fp32"}
     if has_prefix:
@@ -178,26 +181,27 @@ def _score(case: Case, *, box: bool) -> Form | None:
     return Form(score._page_scores_kernel, score.score_variant(case.head_dim, GROUP), types)
 
 
-KERNELS: Final[dict[str, Callable[[Case], Form | None]]] = {
-    "decode": _decode,
-    "cascade": lambda case: _decode(case, num_tokens=32),
+KERNELS: Final[dict[str, Callable[[Case, int], Form | None]]] = {
+    "decode": lambda case, _: _decode(case),
+    "cascade": lambda case, _: _decode(case, num_tokens=32),
     "mla": _mla,
     "extend": _extend,
-    "extend-prefix": lambda case: _extend(case, has_new=False),
-    "extend-new": lambda case: _extend(case, has_prefix=False),
-    "merge": _merge,
-    "gather": lambda case: _gather(case, to_slots=True),
-    "scatter": lambda case: _gather(case, to_slots=False),
-    "gather-int8": lambda case: _convert(case, to_slots=True, stored="*i8"),
-    "gather-float8": lambda case: _convert(case, to_slots=True, stored="*fp8e4nv"),
-    "scatter-int8": lambda case: _convert(case, to_slots=False, stored="*i8"),
-    "scatter-float8": lambda case: _convert(case, to_slots=False, stored="*fp8e4nv"),
-    "rotate-halves": lambda case: _rotate(case, neighbours=False),
-    "rotate-neighbours": lambda case: _rotate(case, neighbours=True),
-    "score-box": lambda case: _score(case, box=True),
-    "score-ball": lambda case: _score(case, box=False),
+    "extend-prefix": lambda case, shared_bytes: _extend(case, shared_bytes, has_new=False),
+    "extend-new": lambda case, shared_bytes: _extend(case, shared_bytes, has_prefix=False),
+    "merge": lambda case, _: _merge(case),
+    "gather": lambda case, _: _gather(case, to_slots=True),
+    "scatter": lambda case, _: _gather(case, to_slots=False),
+    "gather-int8": lambda case, _: _convert(case, to_slots=True, stored="*i8"),
+    "gather-float8": lambda case, _: _convert(case, to_slots=True, stored="*fp8e4nv"),
+    "scatter-int8": lambda case, _: _convert(case, to_slots=False, stored="*i8"),
+    "scatter-float8": lambda case, _: _convert(case, to_slots=False, stored="*fp8e4nv"),
+    "rotate-halves": lambda case, _: _rotate(case, neighbours=False),
+    "rotate-neighbours": lambda case, _: _rotate(case, neighbours=True),
+    "score-box": lambda case, _: _score(case, box=True),
+    "score-ball": lambda case, _: _score(case, box=False),
 }
-"""The form of each kernel in a case; None where the case means nothing to it."""
+"""The form of each kernel in a case, on a GPU where a program may have so many bytes of shared memory; None where the
+case means nothing to it."""
 
 _NULLABLE: Final = {"window", "cap_log2"}
 """Scalars that are None unless a form names them; so are all pointers."""
@@ -233,11 +237,15 @@ def source_of(form: Form, arch: int) -> ASTSource:
     return ASTSource(form.function, signature, values, attributes)
 
 
-def form_of(case: Case) -> Form:
-    """The form of a case that has one, as those of `all_cases` do."""
-    form = KERNELS[case.kernel](case)
+def form_of(case: Case, arch: int) -> Form:
+    """The form on sm_`arch` of a case that has one, as those of `all_cases` do."""
+    form = KERNELS[case.kernel](case, shared_bytes_of(*divmod(arch, 10)))
     assert form is not None, case
     return form
+
+
+_SHARED_BYTES: Final = shared_bytes_of(9, 0)
+"""Of the forms that are compared: those that are alike with more are alike with less."""
 
 
 def all_cases(
@@ -250,7 +258,7 @@ def all_cases(
     """The product of all, each distinct form once: page size means nothing to merge, for example."""
     forms: dict[object, Case] = {}
     for case in itertools.starmap(Case, itertools.product(kernels, dtypes, head_dims, page_sizes, options)):
-        form = KERNELS[case.kernel](case)
+        form = KERNELS[case.kernel](case, _SHARED_BYTES)
         if form is not None:
             key = (form.function.__name__, tuple(form.variant.constants.items()), tuple(form.types.items()))
             forms.setdefault(key, case)

@@ -17,6 +17,8 @@ from hicache.kernels.errors import BadArgument
 
 _log = logging.getLogger(__name__)
 
+SHARED_BYTES_LEAST: Final = 99 << 10
+"""Shared memory that a program may have on the GPUs that have the least of those that Triton compiles for."""
 LOG2_E: Final = 1.4426950408889634
 """Kernels use `exp2`, the instruction the hardware has; scores are scaled by this once, with the softmax scale."""
 
@@ -78,6 +80,19 @@ def converts_e4m3(device: torch.device) -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """(9, 0) for sm_90; for the CPU more than any GPU has: the interpreter can do all that kernels ask for."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (99, 0)
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have on `device`; on the CPU as much as on the largest GPU. What is not known
+    is taken to have the least."""
+    return shared_bytes_of(*compute_capability(device)) if device.type == "cuda" else shared_bytes_of(9, 0)
+
+
+def shared_bytes_of(major: int, minor: int) -> int:
+    """The same by compute capability: CUDA C++ programming guide, feature tables."""
+    if major in (9, 10):
+        return 227 << 10
+    return 163 << 10 if (major, minor) in ((8, 0), (8, 7)) else SHARED_BYTES_LEAST
 
 
 def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float | None]:

@@ -85,7 +85,10 @@ def mla_decode(
         raise BadArgument("query", f"has {num_rows} rows, expected at most {GRID_MAX}")
     check_initial(initial, (num_rows, num_heads), latent_dim, device)
 
-    variant = mla_variant(query.dtype, pages.dtype, latent_dim, head_dim - latent_dim, page_size, num_heads)
+    variant = mla_variant(
+        query.dtype, pages.dtype, latent_dim, head_dim - latent_dim, page_size, num_heads,
+        shared_bytes=launch.shared_bytes(device),
+    )  # fmt: skip
     num_blocks = ceil_div(num_heads, variant.constants["BM"])
     num_splits = resolve_num_splits("num_splits", num_splits, num_rows * num_blocks, max_tokens, scoring, device)
     reduction = allocate_reduction(
@@ -160,13 +163,16 @@ def mla_decode_reference(
 
 
 def mla_variant(
-    dtype: torch.dtype, stored: torch.dtype, latent_dim: int, rope_dim: int, page_size: int, num_heads: int
-) -> Variant:
-    """The form in which the kernel is compiled, for a query of `dtype` and vectors `stored` in another or the same.
+    dtype: torch.dtype, stored: torch.dtype, latent_dim: int, rope_dim: int, page_size: int, num_heads: int, *,
+    shared_bytes: int,
+) -> Variant:  # fmt: skip
+    """The form in which the kernel is compiled, for a query of `dtype` and vectors `stored` in another or the same, on
+    a GPU where a program may have `shared_bytes` of shared memory.
 
     Found with the compile report: the largest blocks that spill nothing on sm_90 and next to nothing elsewhere.
     """
-    rows_max = 16 if dtype == torch.float32 else 64 if stored == dtype else 32
+    has_room = stored == dtype and shared_bytes > launch.SHARED_BYTES_LEAST  # for what tensor cores read from there
+    rows_max = 16 if dtype == torch.float32 else 64 if has_room else 32
     constants = {
         "DL": latent_dim,
         "DR": rope_dim,
