@@ -4,8 +4,9 @@
     python -m hicache.tools.gpu_check --out DIR --part decode   # only this one (repeatable)
 
 Each part runs in a process of its own with a time limit, so that one that fails, hangs or kills its process takes
-nothing from the others. Prints one table; writes DIR/gpu_check.json. On a machine without a GPU the kernels are
-interpreted and the tiers are in CPU memory; what remains says that it needs a GPU.
+nothing from the others. Prints one table and what became of the goals; writes DIR/gpu_check.json. On a machine without
+a GPU the kernels are interpreted and the tiers are in CPU memory; parts that measure are rehearsed with small sizes,
+and say, as what remains does, that they need a GPU.
 
 Exit status: 0 every part that could run succeeded, 1 a part failed or a comparison was off, 2 bad usage. Figures that
 miss their goal are marked and do not change it.
@@ -30,32 +31,44 @@ import torch
 
 from hicache.tools.bench import results
 from hicache.tools.exits import Exit
+from hicache.tools.gpu_check import goals
 from hicache.tools.gpu_check.parts import LeftOut, Part, Place
 from hicache.tools.terminal import Style, printable
 
 _HERE: Final = "hicache.tools.gpu_check"
+
+
+def _part(name: str, where: str, summary: str, estimate_s: int, limit_s: float, *, interprets: bool = False) -> Part:
+    return Part(name, f"{_HERE}.{where}", summary, estimate_s, limit_s, interprets=interprets)
+
+
+def _measures(name: str, where: str, summary: str, estimate_s: int, limit_s: float) -> Part:
+    return Part(name, f"{_HERE}.{where}", summary, estimate_s, limit_s, interprets=True, measures=True)
+
+
 PARTS: Final = {
     part.name: part
     for part in (
-        Part("kernels", f"{_HERE}.correctness:check_kernels", "every kernel against float64", 70, 150, interprets=True),
-        Part("copies", f"{_HERE}.memory:check_copies", "pages between device and host, byte by byte", 15, 60),
-        Part("registration", f"{_HERE}.memory:check_registration", "an arena mapped read-only, and staging", 10, 60),
-        Part("tiers", f"{_HERE}.memory:check_tiers", "attention over device, host and NVMe", 25, 90),
-        Part("demo", f"{_HERE}.demo:check_demo", "the demo with --device cuda, in short", 60, 120),
-        Part("memory", f"{_HERE}.speed:check_memory", "memory and link", 12, 60, measures=True),
-        Part("fragments", f"{_HERE}.speed:check_fragments", "scattered fragments over the link", 25, 90, measures=True),
-        Part("decode", f"{_HERE}.speed:check_decode", "decode beside reading alone", 30, 90, measures=True),
-        Part("extend", f"{_HERE}.speed:check_extend", "prefill over a cached prefix", 20, 90, measures=True),
-        Part("beyond", f"{_HERE}.speed:check_beyond", "prefill beyond the device's memory", 30, 90, measures=True),
-        Part(
-            "decode-beyond", f"{_HERE}.speed:check_decode_beyond", "decode beyond the device's memory", 15, 60,
-            measures=True,
-        ),
-        Part("cascade", f"{_HERE}.speed:check_cascade", "requests that share a document", 15, 60, measures=True),
+        _part("kernels", "correctness:check_kernels", "every kernel against float64", 70, 150, interprets=True),
+        _part("copies", "memory:check_copies", "pages between device and host, byte by byte", 15, 60),
+        _part("registration", "memory:check_registration", "an arena mapped read-only, and staging", 10, 60),
+        _part("tiers", "tiers:check_tiers", "attention over device, host and NVMe", 25, 90),
+        _part("demo", "demo:check_demo", "the demo with --device cuda, in short", 60, 120),
+        _measures("memory", "speed:check_memory", "memory and link", 12, 60),
+        _measures("fragments", "speed:check_fragments", "scattered fragments over the link", 25, 90),
+        _measures("decode", "attention:check_decode", "decode beside reading alone", 30, 90),
+        _measures("extend", "attention:check_extend", "prefill over a cached prefix", 20, 90),
+        _measures("beyond", "beyond:check_beyond", "prefill beyond the device's memory", 30, 90),
+        _measures("decode-beyond", "beyond:check_decode_beyond", "decode beyond the device's memory", 15, 60),
+        _measures("cascade", "attention:check_cascade", "requests that share a document", 15, 60),
     )
 }
 """The parts in order. Their estimates have not been measured yet."""
-PACKAGES: Final = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "transformers", "lz4", "zstandard")
+PACKAGES: Final = (
+    "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "transformers", "aiofiles", "crc32c", "lz4", "xxhash",
+    "zstandard",
+)  # fmt: skip
+"""Whose versions are told."""
 
 
 @dataclass(slots=True)
@@ -119,6 +132,7 @@ def run_parts(parts: Sequence[Part], out: Path) -> int:
                 print("    " + printable(outcome.detail.strip().splitlines()[-1]))
             sys.stdout.flush()
             _write(out, about, outcomes)
+    print("\n".join(goals.table((row for outcome in outcomes for row in outcome.rows), Style.of(sys.stdout))))
     wrong = [outcome.part.name for outcome in outcomes if outcome.is_wrong]
     total = sum(outcome.seconds for outcome in outcomes)
     print(f"{len(outcomes)} parts in {total:.0f} s; wrong: {', '.join(wrong) or 'none'}")
@@ -141,8 +155,7 @@ def _run_part(part: Part, scratch: Path) -> Outcome:
         status = {0: "ok", _LEFT_OUT: output.strip().rpartition("\n")[2]}.get(process.returncode, "failed")
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        status = "timed out"
+        output, status = _what_it_said(process), "timed out"
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -154,6 +167,15 @@ def _run_part(part: Part, scratch: Path) -> Outcome:
     )
 
 
+def _what_it_said(process: "subprocess.Popen[str]") -> str:
+    """The output of a process that was killed; nothing if even that did not end it, as when a driver hangs."""
+    try:
+        return process.communicate(timeout=_GRACE_S)[0]
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+_GRACE_S: Final = 10
 _LEFT_OUT: Final = 77
 """Exit status of a part that cannot run here; the last line it prints says what it needs."""
 
@@ -175,7 +197,7 @@ def _run_here(where: str, directory: Path, rows: Path) -> int:
     """One part, in this process: rows are written as they come, so that they outlive it."""
     module, function = where.split(":")
     style = Style.of(sys.stdout)
-    place = Place(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"), directory)
+    place = Place(torch.device("cuda:0" if _has_gpu() else "cpu"), directory)
 
     def report(row: results.Row) -> None:
         with rows.open("a", encoding="utf-8") as file:
@@ -200,8 +222,11 @@ def _about() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    missing = sorted(set(PACKAGES) - versions.keys())
+    if missing:
+        versions["missing"] = " ".join(missing)
     card = "none"
-    if torch.cuda.is_available():
+    if _has_gpu():
         properties = torch.cuda.get_device_properties(0)
         card = f"{properties.name} (sm_{properties.major}{properties.minor}, {properties.total_memory >> 30} GiB)"
     return {"card": card, "CUDA": str(torch.version.cuda), **versions}
@@ -215,7 +240,8 @@ def _write(out: Path, about: dict[str, str], outcomes: Sequence[Outcome]) -> Non
         }
         for outcome in outcomes
     ]  # fmt: skip
-    text = json.dumps({"about": about, "parts": parts}, indent=1)
+    found = goals.to_json(row for outcome in outcomes for row in outcome.rows)
+    text = json.dumps({"about": about, "goals": found, "parts": parts}, indent=1)
     (out / "gpu_check.json").write_text(text + "\n", encoding="utf-8")
 
 

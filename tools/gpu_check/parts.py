@@ -2,11 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
 
 import torch
 
+from hicache.layout import KVDtype, KVLayout
 from hicache.tools.bench.results import Row
+
+T = TypeVar("T")
 
 
 class LeftOut(Exception):
@@ -27,14 +33,39 @@ class Place:
         """Whether this is the real thing. Without, parts try what they can with small sizes."""
         return self.device.type == "cuda"
 
+    def size(self, real: T, small: T) -> T:
+        """`real` on a GPU, `small` without."""
+        return real if self.has_gpu else small
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.has_gpu:
+            torch.cuda.synchronize(self.device)
+
     def require_gpu(self) -> None:
         """Raises `LeftOut` on a machine without one."""
         if not self.has_gpu:
             raise LeftOut("needs a GPU")
 
 
-Check = Callable[[Place, Callable[[Row], None]], None]
+Report = Callable[[Row], None]
+Check = Callable[[Place, Report], None]
 """Measures or compares, and reports each row as soon as it has it. What it raises fails the part, not the others."""
+
+
+def measured(check: Check) -> Check:
+    """A check whose figures mean something on a GPU only. Without one it is rehearsed: it runs through with small
+    sizes, so that what would stop it on the GPU stops it here; its rows are dropped, and it says that it needs one."""
+
+    @wraps(check)
+    def run(place: Place, report: Report) -> None:
+        if place.has_gpu:
+            check(place, report)
+            return
+        check(place, lambda row: None)
+        raise LeftOut("needs a GPU; rehearsed with small sizes")
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +86,13 @@ class Part:
     """Whether its rows are figures that may miss their goals, not comparisons."""
 
 
+def layout_for(place: Place) -> KVLayout:
+    """Pages of a model of 8 billion parameters, of fewer layers; without a GPU smaller ones."""
+    if place.has_gpu:
+        return KVLayout.uniform(num_layers=8, num_kv_heads=8, head_dim=128, dtype=KVDtype.BFLOAT16, page_size=16)
+    return KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=KVDtype.FLOAT32, page_size=16)
+
+
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square of the difference, relative to that of `expected`; infinite if a value is no number."""
     difference = actual.double().cpu() - expected.double().cpu()
@@ -64,7 +102,7 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def report_difference(
-    report: Callable[[Row], None], name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float
+    report: Report, name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float
 ) -> None:
     """Report by how much two tensors differ, in a part that measures too. Raises `AssertionError` above `allowed`."""
     error = relative_rms(actual, expected)
@@ -73,8 +111,11 @@ def report_difference(
         raise AssertionError(f"{name} is {error:.3g}, expected at most {allowed:.3g}")
 
 
-def gpu_ms(work: Callable[[], object], rounds: int = 10) -> float:
-    """Median time of `work` on the GPU, after two rounds that do not count: the kernels compile in the first."""
+def elapsed_ms(device: torch.device, work: Callable[[], object], rounds: int = 10) -> float:
+    """Median time of `work` on `device`, after two rounds that do not count: the kernels compile in the first. On the
+    CPU, where it is no figure, one round."""
+    if device.type == "cpu":
+        return 1e3 * host_s(work, 1)
     for _ in range(2):
         work()
     times = []
@@ -87,3 +128,14 @@ def gpu_ms(work: Callable[[], object], rounds: int = 10) -> float:
         end.synchronize()
         times.append(float(begin.elapsed_time(end)))
     return sorted(times)[len(times) // 2]
+
+
+def host_s(work: Callable[[], object], rounds: int = 5) -> float:
+    """Median time of work that returns when it has ended, after one round that does not count."""
+    work()
+    times = []
+    for _ in range(rounds):
+        began = perf_counter()
+        work()
+        times.append(perf_counter() - began)
+    return sorted(times)[rounds // 2]
