@@ -158,15 +158,17 @@ class Cache(Promoting, Copying, Tending):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave_by = min(self._leave_by, self.clock.monotonic() + DRAIN_S + GIVE_UP_S)
-        self._timer = asyncio.get_running_loop().call_later(self._time_to_leave(), self._give_up)
+        self.leave_by(min(self._leave_by, self.clock.monotonic() + DRAIN_S + GIVE_UP_S))
         # The error of the block is not handed on: lanes are closed in the same way whatever ended the block.
         await self._exit.aclose()
 
     def leave_by(self, deadline: float) -> None:
-        """Leave the block by `deadline` (monotonic seconds), if it would take longer: queued moves have two thirds of
-        what time there is then, copies that cannot be stopped the rest."""
+        """The block is about to be left, and is to have been by `deadline` (monotonic seconds): queued moves have two
+        thirds of what time there is then, copies that cannot be stopped the rest. Who waits inside the block for a
+        device that does not answer is told so then, too."""
+        self._stop_timer()
         self._leave_by = deadline
+        self._timer = asyncio.get_running_loop().call_later(self._time_to_leave(), self._give_up)
 
     def _time_to_leave(self) -> float:
         return max(0.0, self._leave_by - self.clock.monotonic())

@@ -1,15 +1,16 @@
 """What the server's owner may do."""
 
+import asyncio
 import json
 import mmap
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 import numpy as np
 from aiofiles.os import wrap
 
 from hicache.cache import Cache
-from hicache.errors import BadRequest, TierUnavailable
+from hicache.errors import BadRequest, Closed, TierUnavailable
 from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
@@ -41,13 +42,16 @@ class AdminCalls:
         *,
         status: Callable[[], dict[str, Any]],
         drain: Callable[[float], None],
+        start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
-        """`status`: what the server says of itself. `drain`: begin to stop, within so many seconds (0: its own)."""
+        """`status`: what the server says of itself. `drain`: begin to stop, within so many seconds (0: its own).
+        `start`: carry something out that no call waits for any more; it raises nothing."""
         self._cache: Final = cache
         self._sessions: Final = sessions
         self._storing: Final = storing
         self._status: Final = status
         self._drain: Final = drain
+        self._start: Final = start
         self._browsing: Final = Browsing(cache, sessions.boot)
 
     async def inspect(self, call: Call, request: pb.InspectRequest) -> AsyncIterator[pb.InspectPiece]:
@@ -93,14 +97,33 @@ class AdminCalls:
         return pb.FlushReply(num_held=num_held, is_durable=await self._cache.settle(deadline=call.deadline))
 
     async def verify(self, call: Call, request: pb.VerifyRequest) -> pb.VerifyReply:
-        """See the proto. Reads node by node; others run in between."""
+        """See the proto. Reads node by node; others run in between. Waits for disks, at most until the call's
+        deadline."""
         reply = pb.VerifyReply()
         for batch in self._cache.tree.walk(batch=100):
             for info in batch:
                 for tier_id, find in ((HOST, self._damaged_in_arena), (NVME, self._damaged_on_nvme)):
                     if tier_id in self._cache.tiers:
-                        await self._verify_copy(info.node, tier_id, find, reply)
+                        # A read that hangs goes on without the call: its buffer and its pin are its own.
+                        done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+                        self._start(self._carry_out(self._verify_copy(info.node, tier_id, find, reply), done))
+                        await asyncio.wait([done])
+                        if (error := done.result()) is not None:
+                            raise error
         return reply
+
+    async def _carry_out(
+        self, work: Coroutine[Any, Any, None], done: "asyncio.Future[Exception | None]"
+    ) -> None:
+        """Do the work to its end; `done` has what it raised."""
+        problem: Exception | None = Closed("the server stopped")
+        try:
+            await work
+            problem = None
+        except Exception as error:
+            problem = error
+        finally:
+            done.set_result(problem)
 
     async def _verify_copy(self, node: Node, tier_id: TierId, find: "_Find", reply: pb.VerifyReply) -> None:
         """Verify a node's copy in one tier, which is kept there meanwhile."""

@@ -77,7 +77,7 @@ class Server:
         self.clock: Final = served.cache.clock
         self.cache: Final = served.cache
         self.sessions: Final = Sessions(served.cache, config.limits, config.times)
-        self.storing: Final = Storing(served.cache, served.host, self.sessions, self._start)
+        self.storing: Final = Storing(served.cache, served.host, self.sessions, self.start)
         self.stopping: Final = asyncio.Event()
         """Set when the server is to stop."""
         self.call_times: Final = CallTimes()
@@ -92,7 +92,7 @@ class Server:
         self._began: Final = self.clock.monotonic()
         self._drain_s = config.times.drain_s
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> object:
+    def start(self, work: Coroutine[Any, Any, None]) -> object:
         task = self._tasks.create_task(work)
         self._own.add(task)
         task.add_done_callback(self._own.discard)
@@ -206,7 +206,10 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
             stack.push_async_callback(remote.stop, CUT_OFF_S)
 
         admin = _grpc_server(config, MAX_ADMIN_CALLS)
-        owners = AdminCalls(server.cache, server.sessions, server.storing, status=server.status, drain=server.stop)
+        owners = AdminCalls(
+            server.cache, server.sessions, server.storing,
+            status=server.status, drain=server.stop, start=server.start,
+        )  # fmt: skip
         admin.add_generic_rpc_handlers((
             Edge(clock, max_call_s=config.times.max_call_s, sessions=None, times=times).handler(wire.ADMIN, owners),
         ))

@@ -7,8 +7,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+import grpc
 import pytest
 
+from hicache.service import wire
 from hicache.service.client import Durability, Prompt, connect
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, arguments
@@ -51,9 +53,13 @@ def test_a_hung_disk_does_not_hold_up_a_stop(tmp_path: Path, is_busy: bool) -> N
     assert process.stdout is not None
     try:
         assert process.stdout.readline().startswith(b"serving at")
-        with connect(tmp_path / "run") as client:
+        where = wire.address(str(tmp_path / "run" / wire.ADMIN_SOCKET))
+        with connect(tmp_path / "run") as client, grpc.insecure_channel(where) as admin:
             store(client, range(4 * PAGE), durability=Durability.WAIT)
             process.send_signal(signal.SIGUSR1)
+            if is_busy:
+                verifying = admin.unary_unary(wire.path_of(wire.ADMIN.methods_by_name["Verify"]), bytes, bytes)
+                verifying.future(b"")
             for first in range(1000, 7000, 1000) if is_busy else ():
                 tokens = range(first, first + 4 * PAGE)
                 with client.reserve(Prompt(NAMESPACE, tokens), timeout_s=1.0) as reservation:
