@@ -5,6 +5,7 @@ The device tier is the real one, but the copy of a layer waits until the test le
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -40,18 +41,16 @@ class Gate:
         self.is_closed = False
         self.fails_from = NUM_LAYERS
         """The first layer whose copy fails."""
-        self._open = {layer: asyncio.Event() for layer in range(NUM_LAYERS)}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: list[Future[None]] = [Future() for _ in range(NUM_LAYERS)]
 
     def let(self, layer: int) -> None:
         """The copy of a layer may begin. From any thread."""
-        assert self._loop is not None, "nothing is copied layer by layer"
-        self._loop.call_soon_threadsafe(self._open[layer].set)
+        if not self._open[layer].done():
+            self._open[layer].set_result(None)
 
     async def pass_through(self, layer: int, copy: Callable[[], Any], num_pages: int) -> list[Outcome]:
-        self._loop = asyncio.get_running_loop()
         if self.is_closed:
-            await self._open[layer].wait()
+            await asyncio.wrap_future(self._open[layer])
         if layer >= self.fails_from:
             return [Outcome.ERROR] * num_pages
         outcomes: list[Outcome] = await copy()
