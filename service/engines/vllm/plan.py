@@ -1,0 +1,65 @@
+"""What the scheduler's side of the connector tells the worker's side in each step. Plain data: it travels in pickles
+between processes of one engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hicache.namespace import Namespace
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Ids of the engine's blocks, for each KV cache group one a page. Id 0 is vLLM's null block: no page is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pages that a request waits for."""
+
+    request_id: str
+    namespace: Namespace
+    tokens: bytes
+    """All tokens up to the end of the last page, packed little-endian int32."""
+    first_page: int
+    blocks: BlockIds
+    """Where the pages from `first_page` on go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Pages that are full after this step."""
+
+    request_id: str
+    namespace: Namespace
+    new_tokens: bytes
+    """Tokens behind those of the request's saves before this one, up to the end of the last page; packed likewise."""
+    first_page: int
+    blocks: BlockIds
+    """Where the pages from `first_page` on are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step."""
+
+    loads: Sequence[Load] = ()
+    saves: Sequence[Save] = ()
+    preempted: Sequence[str] = ()
+    """Requests whose blocks are taken away now."""
+    unreported: Sequence[str] = ()
+    """Requests that ended while they waited for pages: vLLM frees their blocks when it hears that the load has ended,
+    and must not hear of their saves, too."""
+    is_idle: bool = True
+    """Whether the step computes nothing."""
+
+
+@dataclass(slots=True)
+class Results:
+    """What the worker's side has to say after a step."""
+
+    saved: set[str] = field(default_factory=set)
+    """Finished requests whose blocks nobody reads any more."""
+    loaded: set[str] = field(default_factory=set)
+    """Requests whose load has ended, well or not."""
+    failed: set[str] = field(default_factory=set)
+    """Those of `loaded` that lack pages."""
+    failed_blocks: set[int] = field(default_factory=set)
+    """Blocks of the first group that were not filled."""

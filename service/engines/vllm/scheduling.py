@@ -1,0 +1,226 @@
+"""The scheduler's side: what is cached of a request, what is to be loaded, and which pages a step fills.
+
+It runs on the engine's scheduling thread. A request costs it one lookup; nothing here waits longer than
+`Settings.lookup_timeout_s`, and nothing raises.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hicache.namespace import Namespace
+from hicache.service.client import Client, Prompt
+from hicache.service.client.results import Lookup
+from hicache.service.engines.vllm.identity import Groups, Identity
+from hicache.service.engines.vllm.link import Link
+from hicache.service.engines.vllm.plan import BlockIds, Load, Plan, Save
+from hicache.service.wire import pack_int32
+
+FOUND_S: Final = 1.0
+"""How long an answer is good for while its request waits to be admitted: vLLM asks again at each step."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request that is not finished."""
+
+    request: Any
+    namespace: Namespace
+    prompt: Prompt
+    """As far as it was looked up."""
+    found_tokens: int = 0
+    found_at: float = float("-inf")
+    wanted: tuple[int, int] = (0, 0)
+    """Pages that the last answer to vLLM offered: from, to."""
+    loads_left: int = 1
+    """A load that failed is not tried again: its pages are computed. One more after each preemption."""
+    num_full: int = 0
+    """Pages that are cached, or that a save was planned for."""
+    num_sent: int = 0
+    """Tokens that the worker's side was told of for saves."""
+    is_saving: bool = False
+    """Whether a save was ever planned."""
+    is_loading: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened, since the start."""
+
+    lookups: int = 0
+    lookup_failures: int = 0
+    tokens_asked: int = 0
+    """Tokens of requests when they were looked up first."""
+    tokens_found: int = 0
+    tokens_planned: int = 0
+    """Tokens that the worker's side was told to load."""
+    pages_saved: int = 0
+    """Pages that it was told to save."""
+    requests_left_out: int = 0
+    """Requests whose KV their tokens do not tell."""
+    tokens_scheduled: int = 0
+    """Tokens that the engine computed: what tells, unlike its own statistics, whether a load was used."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """Tokens found, by tier."""
+
+
+class Scheduling:
+    """The requests of one engine. Belongs to its scheduling thread."""
+
+    def __init__(self, identity: Identity, groups: Groups, link: Link, lookup_timeout_s: float) -> None:
+        self._identity: Final = identity
+        self._groups: Final = groups
+        self._block_size: Final = groups.block_size
+        self._link: Final = link
+        self._lookup_timeout_s: Final = lookup_timeout_s
+        self._tracked: Final[dict[str, Tracked | None]] = {}
+        self._loads: list[Load] = []
+        self._unreported: list[str] = []
+        self.counts: Final = Counts()
+
+    # -- what is cached -----------------------------------------------------------------------------------------------
+
+    def matched(self, request: Any, num_computed: int) -> int:
+        """Tokens of whole blocks that can be loaded behind the first `num_computed`. At least one token is left to
+        compute, as vLLM needs the logits of the last."""
+        tracked = self._of(request)
+        if tracked is None or not tracked.loads_left:
+            return 0
+        size = self._block_size
+        first, most = num_computed // size, (int(request.num_tokens) - 1) // size
+        if most <= first or num_computed % size:
+            return 0
+        last = min(self._found(tracked, most * size) // size, most)
+        tracked.wanted = (first, max(first, last))
+        # What is cached is not saved again, whether it is loaded or vLLM has it itself.
+        tracked.num_full = max(tracked.num_full, last)
+        return max(0, last - first) * size
+
+    def _of(self, request: Any) -> Tracked | None:
+        """What is known of a request, from now on."""
+        name = request.request_id
+        if name not in self._tracked:
+            namespace = self._identity.of_request(request)
+            if namespace is None:
+                self.counts.requests_left_out += 1
+            self._tracked[name] = None if namespace is None else Tracked(request, namespace, Prompt(namespace))
+        return self._tracked[name]
+
+    def _found(self, tracked: Tracked, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens are cached, as of at most `FOUND_S` ago."""
+        now = time.monotonic()
+        prompt = tracked.prompt
+        if now - tracked.found_at < FOUND_S and len(prompt) >= num_tokens:
+            return tracked.found_tokens
+        if len(prompt) < num_tokens:
+            prompt.extend(tracked.request.all_token_ids[len(prompt) : num_tokens])
+        counts = self.counts
+        counts.lookups += 1
+        if tracked.found_at == float("-inf"):
+            counts.tokens_asked += num_tokens
+
+        def ask(client: Client) -> Lookup:
+            return client.lookup(prompt, timeout_s=self._lookup_timeout_s)
+
+        found = self._link.call(ask)
+        if found is None:
+            counts.lookup_failures += 1
+        tracked.found_tokens = 0 if found is None else found.num_tokens
+        tracked.found_at = now
+        if found is not None:
+            counts.tokens_found += found.num_tokens
+            for tier, length in found.runs:
+                counts.sources[tier] = counts.sources.get(tier, 0) + length
+        return tracked.found_tokens
+
+    def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external: int) -> None:
+        """vLLM has blocks for a request; `num_external` tokens of those that were offered are to be loaded into
+        them."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not num_external:
+            return
+        first, _ = tracked.wanted
+        end = first + num_external // self._block_size
+        tracked.loads_left -= 1
+        tracked.is_loading = True
+        self.counts.tokens_planned += num_external
+        tokens = pack_int32(request.all_token_ids[: end * self._block_size])
+        self._loads.append(
+            Load(request.request_id, tracked.namespace, bytes(tokens), first, self._blocks(block_ids, first, end))
+        )
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def plan(self, step: Any) -> Plan:
+        """What the worker's side is to do in a step, as vLLM's `SchedulerOutput` has it."""
+        self.counts.tokens_scheduled += step.total_num_scheduled_tokens
+        preempted = sorted(step.preempted_req_ids or ())
+        for name in preempted:
+            tracked = self._tracked.get(name)
+            if tracked is not None:
+                # Its saves under way are given up, and it may load what it had.
+                tracked.loads_left += 1
+                tracked.num_full = 0
+        loads, self._loads = self._loads, []
+        unreported, self._unreported = self._unreported, []
+        return Plan(
+            loads=loads,
+            saves=list(self._saves(step)),
+            preempted=preempted,
+            unreported=unreported,
+            is_idle=not step.total_num_scheduled_tokens,
+        )
+
+    def _saves(self, step: Any) -> Iterable[Save]:
+        computed = {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, num_scheduled in step.num_scheduled_tokens.items():
+            tracked = self._tracked.get(name)
+            if tracked is None:
+                continue
+            # Of tokens that are only guessed, or not sampled yet, the KV may be overwritten.
+            known = tracked.request.all_token_ids
+            end = min(computed[name] + num_scheduled, len(known)) // self._block_size
+            first = tracked.num_full
+            if end <= first:
+                continue
+            state = step.kv_connector_block_state
+            block_ids = state.get_block_ids(name) if state is not None else None
+            if block_ids is None or any(len(block_ids[group]) < end for group in self._groups.ids):
+                continue
+            new_tokens = bytes(pack_int32(known[tracked.num_sent : end * self._block_size]))
+            tracked.num_full, tracked.is_saving = end, True
+            tracked.num_sent = max(tracked.num_sent, end * self._block_size)
+            self.counts.pages_saved += end - first
+            yield Save(name, tracked.namespace, new_tokens, first, self._blocks(block_ids, first, end))
+
+    def _blocks(self, block_ids: tuple[list[int], ...], first: int, end: int) -> BlockIds:
+        return tuple(tuple(block_ids[group][first:end]) for group in self._groups.ids)
+
+    def loaded(self, names: Iterable[str]) -> None:
+        """Loads of these requests have ended."""
+        for name in names:
+            tracked = self._tracked.get(name)
+            if tracked is not None:
+                tracked.is_loading = False
+
+    def finished(self, request: Any) -> bool:
+        """A request has ended. Whether its blocks may still be read for saving, so that the worker's side says when
+        they are not."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or not tracked.is_saving:
+            return False
+        if tracked.is_loading:
+            self._unreported.append(request.request_id)
+        return not tracked.is_loading
+
+    def reset(self) -> None:
+        """Nothing that was saved until now may be loaded by this engine."""
+        self._identity.forget()
+        for tracked in self._tracked.values():
+            if tracked is not None:
+                # What runs was begun with what is not to be used any more.
+                tracked.loads_left = 0
+                tracked.num_full = 1 << 62

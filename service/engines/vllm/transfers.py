@@ -1,0 +1,258 @@
+"""The worker's side: loads and saves, on threads of their own.
+
+Every job has an end: calls have their times, and what cannot be had in time is reported as missing, so that vLLM
+computes it. The blocks that a save reads are a request's own and full, so nothing changes them while the request lives;
+vLLM keeps them after its end until `results` says that they are read, and a preemption waits for a copy under way.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hicache.service.client import Client, Outcome, Prompt
+from hicache.service.engines.vllm.blocks import NULL_BLOCK, Blocks
+from hicache.service.engines.vllm.link import Link
+from hicache.service.engines.vllm.plan import Load, Plan, Results, Save
+from hicache.service.engines.vllm.settings import Settings
+from hicache.service.errors import LayoutMismatch
+
+IDLE_WAIT_S: Final = 0.002
+"""How long an engine with nothing to compute waits for loads at a time. Where it shares its process with them, its
+empty steps would keep the interpreter from the threads that copy."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """The saves of one request."""
+
+    prompt: Prompt
+    num_jobs: int = 0
+    """Not ended yet."""
+    num_preempted: int = 0
+    """How often its blocks were taken away: jobs of before must not read theirs any more."""
+    copying: threading.Lock = field(default_factory=threading.Lock)
+    """Held while its blocks are read, and while that number rises."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One save."""
+
+    save: Save
+    saving: _Saving
+    num_preempted: int
+    """How often the request had been preempted when it began."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its blocks are somebody else's by now."""
+        return self.saving.num_preempted != self.num_preempted
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What happened, since the last look."""
+
+    pages_loaded: int = 0
+    pages_missing: int = 0
+    """Pages that were to be loaded and were not."""
+    pages_saved: int = 0
+    pages_refused: int = 0
+    """Pages that the sidecar did not take, or that were not saved for another reason."""
+    load_seconds: float = 0.0
+    save_seconds: float = 0.0
+
+
+class Transfers:
+    """Loads and saves of one worker. Its methods belong to the worker's thread and do not wait for the sidecar, but
+    `results` in an idle step, `preempt` for a copy, and `close`."""
+
+    def __init__(self, link: Link, blocks: Blocks, settings: Settings, *, page_size: int, rank: int) -> None:
+        self._link: Final = link
+        self._blocks: Final = blocks
+        self._settings: Final = settings
+        self._page_size: Final = page_size
+        self._rank: Final = rank
+        self._loader: Final = ThreadPoolExecutor(1, "hicache-load")
+        self._saver: Final = ThreadPoolExecutor(1, "hicache-save")
+        self._lock: Final = threading.Lock()
+        self._has_loaded: Final = threading.Event()
+        self._savings: Final[dict[str, _Saving]] = {}
+        self._ended: Final[set[str]] = set()
+        """Finished requests that have saves under way."""
+        self._unreported: Final[set[str]] = set()
+        self._results = Results()
+        self._num_loads = self._num_saves = 0
+        self._counts = TransferCounts()
+
+    # -- the worker's thread ------------------------------------------------------------------------------------------
+
+    def begin_loads(self, plan: Plan) -> None:
+        """Begin to fill blocks that vLLM has set aside."""
+        for load in plan.loads:
+            with self._lock:
+                self._num_loads += 1
+            self._loader.submit(self._carry_out_load, load, self._blocks.fence())
+
+    def begin_saves(self, plan: Plan) -> None:
+        """Begin to save blocks that the work queued until now fills."""
+        self._unreported.update(plan.unreported)
+        for save in plan.saves:
+            with self._lock:
+                saving = self._savings.get(save.request_id)
+                if saving is None:
+                    saving = self._savings[save.request_id] = _Saving(Prompt(save.namespace, rank=self._rank))
+                saving.num_jobs += 1
+                self._num_saves += 1
+                is_left_out = self._num_saves > self._settings.max_pending_saves
+            job = _Job(save, saving, saving.num_preempted)
+            self._saver.submit(self._carry_out_save, job, self._blocks.fence(), is_left_out)
+
+    def preempt(self, names: Sequence[str]) -> None:
+        """The blocks of these requests are about to be overwritten. Waits for copies under way."""
+        for name in names:
+            with self._lock:
+                saving = self._savings.get(name)
+            if saving is not None:
+                with saving.copying:
+                    saving.num_preempted += 1
+
+    def results(self, finished: set[str], *, is_idle: bool) -> Results:
+        """What has ended since the last time. `finished`: requests that have ended in the engine."""
+        if is_idle and self._num_loads:
+            self._has_loaded.wait(IDLE_WAIT_S)
+        self._has_loaded.clear()
+        with self._lock:
+            self._ended.update(name for name in finished if name in self._savings)
+            results, self._results = self._results, Results()
+            for name in [each for each in self._ended if not self._savings[each].num_jobs]:
+                self._ended.discard(name)
+                del self._savings[name]
+                if name in self._unreported:
+                    self._unreported.discard(name)
+                else:
+                    results.saved.add(name)
+        return results
+
+    def take_counts(self) -> TransferCounts:
+        """What happened since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, TransferCounts()
+        return counts
+
+    def close(self) -> None:
+        """Wait for what is under way, each for its own time at most, and begin nothing more."""
+        self._loader.shutdown(cancel_futures=True)
+        self._saver.shutdown()
+
+    # -- the loader's thread ------------------------------------------------------------------------------------------
+
+    def _carry_out_load(self, load: Load, fence: Any) -> None:
+        began = time.monotonic()
+        num_pages = len(load.blocks[0])
+        num_loaded = 0
+        try:
+            self._blocks.wait_for(fence)
+            num_loaded = self._link.call(lambda client: self._load(client, load)) or 0
+        except Exception:
+            _log.exception("hicache: a load failed; its pages are computed")
+        finally:
+            missing = [group[num_loaded:] for group in load.blocks]
+            with self._lock:
+                results, counts = self._results, self._counts
+                results.loaded.add(load.request_id)
+                if num_loaded < num_pages:
+                    results.failed.add(load.request_id)
+                    results.failed_blocks.update(block for block in missing[0] if block != NULL_BLOCK)
+                counts.pages_loaded += num_loaded
+                counts.pages_missing += num_pages - num_loaded
+                counts.load_seconds += time.monotonic() - began
+                self._num_loads -= 1
+                self._has_loaded.set()
+
+    def _load(self, client: Client, load: Load) -> int:
+        """Fill a load's blocks; how many pages, from the first on, are right."""
+        prompt = Prompt(load.namespace, memoryview(load.tokens).cast("i"), rank=self._rank)
+        deadline = time.monotonic() + self._settings.load_timeout_s
+        num_pages, done = len(load.blocks[0]), 0
+        while done < num_pages and time.monotonic() < deadline:
+            first_page = load.first_page + done
+            # Where a lease holds less than all, as one session may not have all of the arena, the rest follows.
+            with client.acquire(prompt, first_page=first_page, timeout_s=deadline - time.monotonic()) as lease:
+                if lease.first_page != first_page or not len(lease):
+                    break
+                some = lease[: num_pages - done]
+                self._blocks.load(load.blocks, done, some)
+                lease.check()  # before they count: the way out of the block looks once more
+                done += len(some)
+        return done
+
+    # -- the saver's thread -------------------------------------------------------------------------------------------
+
+    def _carry_out_save(self, job: _Job, fence: Any, is_left_out: bool) -> None:
+        began = time.monotonic()
+        save, saving = job.save, job.saving
+        num_pages, num_saved = len(save.blocks[0]), 0
+        try:
+            saving.prompt.extend(memoryview(save.new_tokens).cast("i"))
+            if not is_left_out and not job.is_stale:
+                self._blocks.wait_for(fence)
+                num_saved = self._link.call(lambda client: self._save(client, job)) or 0
+        except Exception:
+            _log.exception("hicache: a save failed")
+        finally:
+            with self._lock:
+                self._counts.pages_saved += num_saved
+                self._counts.pages_refused += num_pages - num_saved
+                self._counts.save_seconds += time.monotonic() - began
+                self._num_saves -= 1
+                saving.num_jobs -= 1
+
+    def _save(self, client: Client, job: _Job) -> int:
+        """Store a save's pages; how many of them are cached now."""
+        save, saving = job.save, job.saving
+        deadline = time.monotonic() + self._settings.save_timeout_s
+        num_pages, done = len(save.blocks[0]), 0
+        num_tokens = (save.first_page + num_pages) * self._page_size
+        while done < num_pages and time.monotonic() < deadline:
+            reservation = client.reserve(
+                saving.prompt,
+                num_tokens=num_tokens,
+                first_page=save.first_page + done,
+                timeout_s=deadline - time.monotonic(),
+            )
+            with reservation:
+                if reservation.outcome is Outcome.RESIDENT:
+                    return num_pages
+                done = reservation.first_page - save.first_page
+                if reservation.outcome is not Outcome.ACCEPTED or done < 0:
+                    break
+                with saving.copying:
+                    if job.is_stale:
+                        break
+                    self._blocks.save(save.blocks, done, list(reservation))
+                num_written = len(reservation)
+                if reservation.commit(timeout_s=max(0.01, deadline - time.monotonic())).outcome is Outcome.REFUSED:
+                    break
+                done += num_written
+        return max(0, done)
+
+
+def check_pages(page_bytes: int, page_size: int, options: str) -> Callable[[Client], None]:
+    """A check that a sidecar's pages are the engine's. `options`: what would give it the right ones."""
+
+    def check(client: Client) -> None:
+        welcome = client.welcome
+        if (welcome.page_bytes, welcome.page_size) != (page_bytes, page_size):
+            raise LayoutMismatch(
+                f"the sidecar has pages of {welcome.page_bytes} bytes and {welcome.page_size} tokens, this engine of "
+                f"{page_bytes} and {page_size}: start it with `hicache serve {options}`"
+            )
+
+    return check
