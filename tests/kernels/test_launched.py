@@ -1,4 +1,7 @@
-"""Runs the tests in `tests/kernels/launched`, each file in a process that interprets the kernels, or on a GPU."""
+"""Runs the tests in `tests/kernels/launched` in processes that interpret the kernels, or on a GPU.
+
+Two processes for all files: importing torch and Triton anew for each would take longer than most of them.
+"""
 
 import os
 import subprocess
@@ -9,13 +12,16 @@ import pytest
 
 from tests.repository import ROOT
 
-FILES = sorted((Path(__file__).parent / "launched").glob("test_*.py"))
+FILES = {file.stem.removeprefix("test_"): file for file in (Path(__file__).parent / "launched").glob("test_*.py")}
+DECODING = ("cascade", "decode", "mla")
+GROUPS = {"decoding": DECODING, "others": tuple(sorted(FILES.keys() - set(DECODING)))}
 
 
-def launch(file: Path, environment: dict[str, str]) -> None:
-    """Run one file in a child process; its failures become the message of ours."""
+def launch(names: tuple[str, ...], environment: dict[str, str]) -> None:
+    """Run these files in a child process; its failures become the message of ours."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file.relative_to(ROOT))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [str(FILES[name].relative_to(ROOT)) for name in names]
     done = subprocess.run(command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=600)
     # Status 5, no tests collected, is a failure too.
     assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -23,18 +29,18 @@ def launch(file: Path, environment: dict[str, str]) -> None:
 
 def test_there_is_a_file_for_every_kernel() -> None:
     kernels = {"attend", "cascade", "decode", "extend", "gather", "merge", "mla", "quant", "rope", "score"}
-    assert {file.stem for file in FILES} >= {f"test_{kernel}" for kernel in kernels}
+    assert kernels <= FILES.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_in_the_interpreter(file: Path) -> None:
-    launch(file, {"TRITON_INTERPRET": "1", "HICACHE_TEST_DEVICE": "cpu"})
+@pytest.mark.parametrize("group", GROUPS)
+def test_in_the_interpreter(group: str) -> None:
+    launch(GROUPS[group], {"TRITON_INTERPRET": "1", "HICACHE_TEST_DEVICE": "cpu"})
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_on_a_gpu(file: Path) -> None:
-    launch(file, {"HICACHE_TEST_DEVICE": "cuda"})
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_a_gpu(group: str) -> None:
+    launch(GROUPS[group], {"HICACHE_TEST_DEVICE": "cuda"})
