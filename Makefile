@@ -34,11 +34,11 @@ demo: $(READY) ## show hicache doing its job on a real model and real documents
 
 .PHONY: test
 test: $(READY) ## run the tests and the examples in the docstrings
-	$(PYTEST) -m "not gpu and not faults" -n $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST) -m "not gpu and not engines and not faults" -n $(TEST_PROCESSES) --dist loadfile
 
 .PHONY: faults
 faults: $(READY) ## run the tests that inject faults into files, devices and processes
-	$(PYTEST) -m "faults and not gpu"
+	$(PYTEST) -m "faults and not gpu and not engines"
 
 .PHONY: check
 check: $(READY) ## lint and type-check
@@ -59,7 +59,7 @@ bench: $(READY) ## run the demo and keep its figures in bench.json
 
 .PHONY: soak
 soak: $(READY) ## run the random tests with many more and ever new examples (three hours and more)
-	HICACHE_SOAK=1 $(PYTEST) -m "not gpu" --timeout 7200 -o faulthandler_timeout=7260
+	HICACHE_SOAK=1 $(PYTEST) -m "not gpu and not engines" --timeout 7200 -o faulthandler_timeout=7260
 
 .PHONY: clean
 clean: ## remove .venv and everything that tools have left behind
