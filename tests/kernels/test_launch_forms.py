@@ -30,7 +30,7 @@ from hicache.kernels.merge import merge_states
 from hicache.kernels.mla import mla_decode
 from hicache.kernels.quant import KVLayers, gather_quantized, scatter_quantized
 from hicache.kernels.rope import Rope, rotate_pages
-from hicache.kernels.score import ball_of, min_max_of, page_scores
+from hicache.kernels.score import MinMax, ball_of, min_max_of, page_scores
 from hicache.kernels.scoring import Scoring
 from hicache.kernels.splits import workspace_elements
 from hicache.kernels.state import AttentionState
@@ -189,6 +189,15 @@ PAGES: dict[str, Any] = {
     "page_scales": on_meta(40, 2, 2, dtype=torch.float32),
     "block_tables": on_meta(6, 7, dtype=torch.int32),
 }
+IDS = on_meta(3, dtype=torch.int32)
+COPY: dict[str, Any] = {
+    "pages": LayerPages.of([on_meta(9, 2, 16, 3, 64) for _ in range(3)]), "page_ids": IDS, "slot_ids": IDS,
+    "slots": on_meta(5, 3, 2, 16, 3, 64),
+}  # fmt: skip
+CONVERT: dict[str, Any] = COPY | {
+    "pages": KVLayers.of([on_meta(9, 2, 16, 3, 64) for _ in range(3)]),
+    "slots": on_meta(5, 3, 2, 16, 3, 64, dtype=torch.int8), "scales": on_meta(5, 3, 2, 3, dtype=torch.float32),
+}  # fmt: skip
 LENGTHS = on_meta(6, dtype=torch.int32)
 SINKS = on_meta(8, dtype=torch.float32)
 DECODE, EXTEND = "_paged_decode_kernel", "_paged_extend_kernel"
@@ -233,17 +242,38 @@ MLA, MERGE = "_mla_decode_kernel", "_merge_states_kernel"
             },
             [EXTEND],
         ),
+        (
+            merge_states,
+            {
+                "outputs": on_meta(3, 6, 8, 64, dtype=torch.float32), "lses": on_meta(3, 6, 8, dtype=torch.float32),
+                "initial": STATE, "output": GIVEN["output"], "lse": GIVEN["lse"],
+            },
+            [MERGE],
+        ),
+        (gather_pages, COPY, ["_gather_pages_kernel"]),
+        (scatter_pages, COPY, ["_gather_pages_kernel"]),
+        (gather_quantized, CONVERT, ["_gather_quantized_kernel"]),
+        (scatter_quantized, CONVERT, ["_scatter_quantized_kernel"]),
+        (
+            page_scores,
+            {
+                "query": on_meta(8, 64), "summary": MinMax(on_meta(9, 2, 64), on_meta(9, 2, 64)),
+                "out": on_meta(8, 9, dtype=torch.float32),
+            },
+            ["_page_scores_kernel"],
+        ),
     ],
-    ids=["decode", "cascade", "mla", "extend"],
+    ids=["decode", "cascade", "mla", "extend", "merge", "gather", "scatter", "to-int8", "from-int8", "score"],
 )  # fmt: skip
 def test_a_cuda_graph_can_capture_it(
-    launched: list[Any], wrapper: Callable[..., AttentionState], arguments: dict[str, Any], kernels: list[str]
+    launched: list[Any], wrapper: Callable[..., Any], arguments: dict[str, Any], kernels: list[str]
 ) -> None:
     """With all buffers given nothing is allocated and no value on the device is looked at: tensors are only viewed."""
     with Recorder() as recorder:
-        state = wrapper(**arguments)
-    assert state.output is arguments["output"]
-    assert state.lse is arguments["lse"]
+        result = wrapper(**arguments)
+    if isinstance(result, AttentionState):
+        assert result.output is arguments["output"]
+        assert result.lse is arguments["lse"]
     assert all(operator.is_view for operator in recorder.operators), recorder.operators
     assert [kernel.name for kernel in launched] == kernels
 
