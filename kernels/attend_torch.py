@@ -10,8 +10,10 @@ from typing import Final
 
 import torch
 
+from hicache.kernels.attend_scored import scored
 from hicache.kernels.checks import PageShape
-from hicache.kernels.parts import PagedPart, no_keys, state_dtype
+from hicache.kernels.parts import Asked, PagedPart, no_keys, selectable, state_dtype
+from hicache.kernels.scoring import visible_reference
 from hicache.kernels.state import AttentionState
 
 SCRATCH_BYTES: Final = 8 << 20
@@ -63,7 +65,7 @@ def _new_buffer(num_bytes: int) -> torch.Tensor:
 _scratch = _Scratch()
 
 
-class _Running:
+class Running:
     """The attention state over the keys seen so far: output [H, G, T, D] and LSE [H, G, T], of any stride."""
 
     def __init__(self) -> None:
@@ -71,14 +73,74 @@ class _Running:
         """Output and LSE so far; None as long as there was no key."""
 
     def add(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge in the state over further keys, at least one for every query. Takes the tensors over."""
+        """Merge in the state over further keys. Takes the tensors over."""
         if self.state is None:
             self.state = AttentionState(output, lse)
             return
         # exp(s2 - log(exp(s1) + exp(s2))) is a sigmoid, and the two weights add up to one.
-        weight = torch.sigmoid(lse - self.state.lse)
+        weight = torch.sigmoid(lse - self.state.lse).masked_fill_(lse == -torch.inf, 0.0)
         self.state.output.lerp_(output, weight.unsqueeze(-1))
         torch.logaddexp(self.state.lse, lse, out=self.state.lse)
+
+
+class _Piece:
+    """Tokens that are gathered before they are attended to: widened, one after the other, whatever their pages were."""
+
+    def __init__(self, like: torch.Tensor, asked: Asked) -> None:
+        """like [*, H, D], of the dtype that is computed in."""
+        self._like: Final = like
+        self._has_window: Final = asked.scoring.window is not None
+        self._buffer = torch.empty(0)
+        self._positions = torch.empty(0, dtype=torch.int64)
+        self.filled = 0
+        """Tokens in it."""
+
+    @property
+    def key(self) -> torch.Tensor:
+        """[filled, H, D]; likewise `value`."""
+        return self._buffer[0, : self.filled]
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self._buffer[1, : self.filled]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [filled], where each token is in the sequence, if there is a window."""
+        return self._positions[: self.filled]
+
+    def room(self, page_size: int) -> int:
+        """Pages of that size that still fit; 0 before the first `clear`."""
+        return (self._buffer.shape[1] - self.filled) // page_size if self._buffer.dim() > 1 else 0
+
+    def clear(self, page_size: int) -> None:
+        """Empty, and with room for a page of that size at least."""
+        if self._buffer.dim() == 1 or self._buffer.shape[1] < page_size:
+            self._buffer = _scratch.take(SCRATCH_BYTES, self._like, page_size)
+            self._positions = torch.empty(self._buffer.shape[1] if self._has_window else 0, dtype=torch.int64)
+        self.filled = 0
+
+    def add_pages(self, part: PagedPart, page_size: int, ids: torch.Tensor, num_tokens: int, position: int) -> None:
+        """Append the pages `ids`, of which the last may be filled in part; `position`: of their first token."""
+        # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows overwrites.
+        for plane in (0, 1):
+            target = self._buffer[plane, self.filled : self.filled + ids.shape[0] * page_size]
+            by_page = target.view(ids.shape[0], page_size, *target.shape[1:])
+            _gather(part.pages[:, plane], ids, by_page)
+            if part.page_scales is not None:
+                here = ids.long().to(part.page_scales.device)
+                by_page *= part.page_scales[here, plane].to(target.device)[:, None, :, None]
+        self._place(num_tokens, position)
+
+    def add_token(self, key: torch.Tensor, value: torch.Tensor, position: int) -> None:
+        """Append one token, key and value [1, H, D]."""
+        self._buffer[0, self.filled], self._buffer[1, self.filled] = key[0], value[0]
+        self._place(1, position)
+
+    def _place(self, num_tokens: int, position: int) -> None:
+        if self._has_window:
+            torch.arange(position, position + num_tokens, out=self._positions[self.filled : self.filled + num_tokens])
+        self.filled += num_tokens
 
 
 def attend_torch(
@@ -86,12 +148,14 @@ def attend_torch(
     parts: Iterable[tuple[PagedPart, PageShape]],
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
+    asked: Asked,
 ) -> AttentionState:
-    """See `hicache.kernels.attend.attend`, whose checks have been made; the query, `key` and `value` are on the CPU."""
+    """See `hicache.kernels.attend.attend`, whose checks have been made; the query, `key` and `value` are on the CPU.
+
+    Returns output [T, HQ, D] and LSE [T, HQ], float32, or float64 for a query of that. Sinks are the caller's to add.
+    """
     # Half precision is widened first: states would otherwise be rounded once a part, and torch's fused attention is no
     # faster with bfloat16 than with float32, and slower with float16.
-    dtype = query.dtype
     query, key, value = (tensor.to(state_dtype(query)) for tensor in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -99,56 +163,52 @@ def attend_torch(
     few = num_tokens <= _FOLD_TOKENS_MAX
     by_head = query.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     rows = by_head.reshape(num_kv_heads, -1, head_dim) if few else query.transpose(0, 1)
-    running = _Running()
-    buffer = torch.empty(0)
-    filled = 0
+    query_positions = torch.arange(asked.first_position, asked.first_position + num_tokens)
+    running = Running()
+    piece = _Piece(key, asked)
 
     def attend_to(rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False) -> None:
-        output, lse = _flash(rows, key, value, scale, is_causal=is_causal)
+        output, lse = _flash(rows, key, value, asked.scale, is_causal=is_causal)
         running.add(output.view(*by_head.shape), lse.view(*by_head.shape[:3]))
 
-    def flush() -> None:
-        """Attend to the tokens in the buffer, all of which every query sees."""
-        nonlocal filled
-        if filled:
-            attend_to(rows, buffer[0, :filled], buffer[1, :filled])
-        filled = 0
+    def attend_by_scores(key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None) -> None:
+        visible = None if positions is None else visible_reference(query_positions, positions, asked.scoring)
+        running.add(*scored(by_head, key, value, scale=asked.scale, scoring=asked.scoring, visible=visible))
+
+    def flush(page_size: int) -> None:
+        """Attend to the tokens of the piece, all of which every query sees but for a window."""
+        if piece.filled and asked.is_plain:
+            attend_to(rows, piece.key, piece.value)
+        elif piece.filled:
+            attend_by_scores(piece.key, piece.value, None if asked.scoring.window is None else piece.positions)
+        piece.clear(page_size)
 
     for part, shape in parts:
-        if buffer.dim() == 1 or buffer.shape[1] < shape.page_size:
-            flush()
-            buffer = _scratch.take(SCRATCH_BYTES, key, shape.page_size)
-        table, left = part.block_table, part.num_tokens
+        table, left, position = part.block_table, part.num_tokens, part.first_position or 0
         while left:
-            # Whole pages are gathered; behind the tokens of a last one lies its unused rest, which what follows
-            # overwrites.
-            room = (buffer.shape[1] - filled) // shape.page_size
+            room = piece.room(shape.page_size)
             if not room:
-                flush()
+                flush(shape.page_size)
                 continue
             ids, table = table[:room], table[room:]
             count = min(left, ids.shape[0] * shape.page_size)
-            for plane in (0, 1):
-                target = buffer[plane, filled : filled + ids.shape[0] * shape.page_size]
-                _gather(part.pages[:, plane], ids, target.view(ids.shape[0], *shape[1:]))
-            filled += count
+            piece.add_pages(part, shape.page_size, ids, count, position)
             left -= count
+            position += count
     if num_tokens == len(key) == 1:
         # A single new token is one more key that every query sees: cheaper than a state of its own.
-        if buffer.dim() == 1:
-            buffer = _scratch.take(SCRATCH_BYTES, key, 1)
-        elif filled == buffer.shape[1]:
-            flush()
-        buffer[0, filled], buffer[1, filled] = key[0], value[0]
-        filled += 1
-        flush()
-    else:
-        flush()
-        if len(key):
+        if not piece.room(1):
+            flush(1)
+        piece.add_token(key, value, asked.first_position)
+    flush(1)
+    if len(key) > 1:
+        if asked.is_plain:
             attend_to(query.transpose(0, 1), key, value, is_causal=True)
+        else:
+            attend_by_scores(key, value, query_positions)
     if running.state is None:
-        return no_keys(query, dtype)
-    output = running.state.output.to(dtype).permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+        return no_keys(query, query.dtype)
+    output = running.state.output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
     return AttentionState(output, running.state.lse.permute(2, 0, 1).reshape(num_tokens, num_heads))
 
 
@@ -156,16 +216,17 @@ def _gather(pages: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> Non
     """`target[i] = pages[ids[i]]`; pages [num_slots, ...], ids on any device, target contiguous on the CPU, of the same
     dtype or a wider one."""
     ids = ids.to(pages.device)
+    stored = selectable(pages)
     if pages.device != target.device:
-        target.copy_(pages.index_select(0, ids))
+        target.copy_(stored.index_select(0, ids).view(pages.dtype))
     elif pages.dtype == target.dtype:
         torch.index_select(pages, 0, ids, out=target)
     else:
-        narrow = _scratch.take_narrow(pages)
+        narrow = _scratch.take_narrow(stored)
         for start in range(0, ids.shape[0], narrow.shape[0]):
-            piece = ids[start : start + narrow.shape[0]]
+            some = ids[start : start + narrow.shape[0]]
             into = target[start : start + narrow.shape[0]]
-            into.copy_(torch.index_select(pages, 0, piece, out=narrow[: piece.shape[0]]))
+            into.copy_(torch.index_select(stored, 0, some, out=narrow[: some.shape[0]]).view(pages.dtype))
 
 
 def _flash(

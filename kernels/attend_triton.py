@@ -1,16 +1,17 @@
 """Attention over parts on a GPU, by the kernels: pages are read where they are, or streamed to the device first."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 import torch
 
-from hicache.kernels.attend_torch import attend_torch
+from hicache.kernels.attend_cpu import attend_cpu
 from hicache.kernels.checks import PageShape
 from hicache.kernels.decode import paged_decode
 from hicache.kernels.extend import paged_extend
 from hicache.kernels.merge import merge_states
-from hicache.kernels.parts import PagedPart, no_keys
+from hicache.kernels.parts import Asked, PagedPart, no_keys
 from hicache.kernels.remote import RemoteSpeeds, num_streamed
 from hicache.kernels.state import AttentionState
 from hicache.kernels.streaming import Streamer, pieces
@@ -49,41 +50,54 @@ def attend_triton(
     parts: Iterable[tuple[PagedPart, PageShape]],
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
+    asked: Asked,
     remote: RemoteSpeeds | None,
 ) -> AttentionState:
     """See `hicache.kernels.attend.attend`, whose checks have been made."""
     num_tokens = query.shape[0]
+    scale, window = asked.scale, asked.scoring.window
     indptr = torch.arange(2, dtype=torch.int32, device=query.device) * num_tokens
     stack = _Stack(query)
     streamer = Streamer.of_thread(query) if query.device.type == "cuda" else None
 
-    def attend_to(pages: torch.Tensor, table: torch.Tensor, num_keys: int) -> None:
-        lengths = torch.full((1,), num_keys, dtype=torch.int32, device=query.device)
+    def one(number: int) -> torch.Tensor:
+        return torch.full((1,), number, dtype=torch.int32, device=query.device)
+
+    def attend_to(part: PagedPart) -> None:
+        """Attend to a part on the device, with its table there."""
+        # Kernels count from the table's first token, and sinks are a state of their own.
+        begin = part.first_position or 0
+        keep_first = max(0, asked.scoring.keep_first - begin)
+        scoring = replace(asked.scoring, keep_first=keep_first, sinks=None)
+        position = None if window is None else one(asked.first_position - begin)
         output, lse = stack.push()
         if num_tokens == 1:
-            paged_decode(query, pages, table[None], lengths, scale=scale, output=output, lse=lse)
+            paged_decode(
+                query, part.pages, part.block_table[None], one(part.num_tokens), scale=scale, scoring=scoring,
+                page_scales=part.page_scales, query_positions=position, output=output, lse=lse,
+            )  # fmt: skip
         else:
             paged_extend(
-                query, indptr, scale=scale, pages=pages, block_tables=table[None], prefix_lens=lengths,
-                output=output, lse=lse,
+                query, indptr, scale=scale, pages=part.pages, block_tables=part.block_table[None],
+                prefix_lens=one(part.num_tokens), page_scales=part.page_scales, scoring=scoring,
+                first_positions=position, output=output, lse=lse,
             )  # fmt: skip
 
     for part, shape in parts:
         if part.pages.device == query.device:
-            attend_to(part.pages, part.block_table.to(query.device), part.num_tokens)
+            attend_to(replace(part, block_table=part.block_table.to(query.device)))
             continue
         assert streamer is not None, "parts elsewhere than on the CPU that interprets"
         left_to_cpu = None
         if num_tokens == 1 and remote is not None:
             part, left_to_cpu = _share_out(part, shape, remote)
-        for ids, num_keys in pieces(part, streamer.capacity(part.pages)):
-            attend_to(*streamer.fetch(part.pages, ids), num_keys)
+        for piece in pieces(part, streamer.capacity(part.pages)):
+            attend_to(streamer.fetch(piece))
             streamer.release()
         if left_to_cpu is not None:
             # In float32, so that the state is not rounded before it is merged.
             none = torch.empty(0, shape.num_kv_heads, shape.head_dim)
-            state = attend_torch(streamer.query_on_cpu().float(), [(left_to_cpu, shape)], none, none, scale)
+            state = attend_cpu(streamer.query_on_cpu().float(), [(left_to_cpu, shape)], none, none, asked)
             output, lse = stack.push()
             output.copy_(state.output)
             lse.copy_(state.lse)
@@ -91,7 +105,14 @@ def attend_triton(
         streamer.wait()
     if len(key):
         output, lse = stack.push()
-        paged_extend(query, indptr, scale=scale, key=key, value=value, output=output, lse=lse)
+        paged_extend(
+            query, indptr, scale=scale, key=key, value=value, scoring=replace(asked.scoring, sinks=None),
+            first_positions=None if window is None else one(asked.first_position), output=output, lse=lse,
+        )  # fmt: skip
+    if asked.scoring.sinks is not None:
+        output, lse = stack.push()
+        output.zero_()
+        lse.copy_(asked.scoring.sinks)
     return stack.result(query.dtype)
 
 
@@ -99,10 +120,6 @@ def _share_out(part: PagedPart, shape: PageShape, remote: RemoteSpeeds) -> tuple
     """What of the part is streamed, and what the CPU attends to: the last pages, or none."""
     page_bytes = part.pages.element_size() * part.pages[:1].numel()
     cut = num_streamed(part.block_table.shape[0], page_bytes, remote)
-    tokens = min(part.num_tokens, cut * shape.page_size)
-    if tokens == part.num_tokens:
+    if cut == part.block_table.shape[0]:
         return part, None
-    return (
-        PagedPart(part.pages, part.block_table[:cut], tokens),
-        PagedPart(part.pages, part.block_table[cut:], part.num_tokens - tokens),
-    )
+    return part.cut(0, cut), part.cut(cut, part.block_table.shape[0])

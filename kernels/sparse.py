@@ -27,7 +27,7 @@ import torch
 from hicache.kernels.attend_torch import attend_torch
 from hicache.kernels.checks import FLOAT_DTYPES, PageShape, check_group, check_page_ids, check_tensor
 from hicache.kernels.errors import BadArgument
-from hicache.kernels.parts import PagedPart
+from hicache.kernels.parts import Asked, PagedPart
 
 PAGE_SIZE: Final = 16
 """Tokens of a page: as many as a plane's word has bits. Larger pages leave little to leave out."""
@@ -238,7 +238,7 @@ def _attend_head(
     pages = part.pages[:, :, :, one]
     some = PagedPart(pages, part.block_table[chosen], part.num_tokens - missing)
     shape = PageShape(pages.shape[0], PAGE_SIZE, 1, query.shape[2])
-    state = attend_torch(query[:, head : head + 1], [(some, shape)], key[:, one], value[:, one], scale)
+    state = attend_torch(query[:, head : head + 1], [(some, shape)], key[:, one], value[:, one], Asked(scale))
     return state.output[:, 0], state.lse[:, 0]
 
 

@@ -46,6 +46,15 @@ def attention_reference(
     return AttentionState(torch.einsum("thl,lhd->thd", weights, value), lse)
 
 
+def with_sinks(state: AttentionState, sinks: torch.Tensor | None) -> AttentionState:
+    """The state once its softmax has the keys that `Scoring.sinks` stands for: float32 [HQ], or None for none."""
+    if sinks is None:
+        return state
+    lse = torch.logaddexp(state.lse, sinks.to(state.lse.dtype))
+    weight = torch.exp(state.lse - lse.masked_fill(lse == -torch.inf, 0.0))
+    return AttentionState(state.output * weight[..., None].to(state.output.dtype), lse)
+
+
 class StoredTokens(NamedTuple):
     """Keys and values that a table names, in order, without those whose page is elsewhere."""
 

@@ -6,12 +6,13 @@ for its copy, and the host runs ahead of both. So one piece is copied while the 
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from hicache.kernels.gather import LayerPages, scatter_pages
-from hicache.kernels.parts import PagedPart
+from hicache.kernels.parts import PagedPart, selectable
 
 BUFFER_BYTES: Final = 16 << 20
 """Size of each of the two buffers; at least one page."""
@@ -20,14 +21,11 @@ KERNEL_BYTES_MAX: Final = 1 << 20
 call of the copy engine each, which leaves the multiprocessors to attention."""
 
 
-def pieces(part: PagedPart, pages_max: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """The part's page ids, at most `pages_max` at a time, with the tokens that those pages hold."""
-    page_size, left = part.pages.shape[2], part.num_tokens
-    for start in range(0, part.block_table.shape[0], pages_max):
-        ids = part.block_table[start : start + pages_max]
-        num_tokens = min(left, ids.shape[0] * page_size)
-        left -= num_tokens
-        yield ids, num_tokens
+def pieces(part: PagedPart, pages_max: int) -> Iterator[PagedPart]:
+    """The part, cut into such of at most `pages_max` pages."""
+    num_pages = part.block_table.shape[0]
+    for begin in range(0, num_pages, pages_max):
+        yield part.cut(begin, min(begin + pages_max, num_pages))
 
 
 class Streamer:
@@ -59,11 +57,12 @@ class Streamer:
         """Pages of that shape that one buffer holds."""
         return max(1, BUFFER_BYTES // _page_bytes(pages))
 
-    def fetch(self, pages: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the pages `ids`, at most `capacity`, of pages [num_slots, 2, page_size, H, D] in host memory: the pages
-        on the device and their table there, for work on the current stream until `release`."""
+    def fetch(self, part: PagedPart) -> PagedPart:
+        """Copy the part, of at most `capacity` pages in host memory: the same on the device, for work on the current
+        stream until `release`."""
+        pages = selectable(part.pages)
         self._prepare(pages)
-        ids = ids.cpu()
+        ids = part.block_table.cpu()
         buffer = self._buffers[self._turn]
         local = buffer[: len(ids) * _page_bytes(pages)].view(pages.dtype).view(len(ids), *pages.shape[1:])
         table = torch.arange(len(ids), dtype=torch.int32, device=self._device)
@@ -84,7 +83,11 @@ class Streamer:
                     local[i].copy_(pages[slot], non_blocking=True)
             self._copied = self._stream.record_event()
         torch.cuda.current_stream(self._device).wait_event(self._copied)
-        return local, table
+        scales = part.page_scales
+        if scales is not None:
+            # Few and small: the host may wait for them.
+            scales = scales[ids.long()].to(self._device)
+        return replace(part, pages=local.view(part.pages.dtype), block_table=table, page_scales=scales)
 
     def release(self) -> None:
         """What was queued on the current stream by now was the last to use the pages of the last `fetch`."""

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.kernels import attend_torch
+from hicache.kernels import attend_torch, decode_cpu
 from hicache.kernels.attend import PagedPart, attend
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.launch import Path
@@ -31,10 +31,24 @@ from tests.kernels.contexts import (
 from tests.repository import ROOT
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_loops() -> None:
+    """Unless torch is asked for, compiled loops do a single token; compiling them is no test's time."""
+    assert all(decode_cpu.prepare(dtype) for dtype in DTYPES)
+
+
 def run(context: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Attend over the context's parts and compare with all keys at once."""
+    """Attend over the context's parts, in both ways, and compare with all keys at once."""
+    for path in (None, Path.TORCH) if query.shape[0] == 1 else (None,):
+        run_by(path, context, query, key, value)
+
+
+def run_by(
+    path: Path | None, context: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
     scale = query.shape[2] ** -0.5
-    actual = attend(query, iter(context.parts), key=key, value=value, scale=scale)
+    actual = attend(query, iter(context.parts), key=key, value=value, scale=scale, path=path)
+    assert actual.output.dtype == query.dtype
     keys, values = torch.cat([context.key, key]), torch.cat([context.value, value])
     num_prefix = context.key.shape[0]
     visible = causal(num_prefix, query.shape[0])[:, : keys.shape[0]]
@@ -242,8 +256,9 @@ def test_a_context_far_beyond_the_buffer_needs_no_more_memory(monkeypatch: pytes
     query = tensor(random, 1, 2, 64, dtype=torch.float32)
     none = torch.empty(0, 1, 64)
     table = torch.arange(4, dtype=torch.int32).repeat(1200)
-    output, lse = attend(query, [PagedPart(pages, table, table.numel() * 16)], key=none, value=none, scale=0.125)
-    expected = attend(query, [PagedPart(pages, table[:1], 16)], key=none, value=none, scale=0.125)
+    parts = [PagedPart(pages, table, table.numel() * 16)]
+    output, lse = attend(query, parts, key=none, value=none, scale=0.125, path=Path.TORCH)
+    expected = attend(query, [PagedPart(pages, table[:1], 16)], key=none, value=none, scale=0.125, path=Path.TORCH)
     assert attend_torch._scratch._buffer.numel() <= attend_torch.SCRATCH_BYTES
     torch.testing.assert_close(output, expected.output, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected.lse + torch.tensor(4800.0).log())

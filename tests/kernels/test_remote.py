@@ -58,7 +58,7 @@ def test_pieces_are_bounded_and_hold_every_token(num_tokens: int, pages_max: int
     num_pages = -(-num_tokens // 16)
     table = torch.arange(num_pages, dtype=torch.int32)
     cut = list(pieces(PagedPart(torch.empty(num_pages, 2, 16, 1, 1), table, num_tokens), pages_max))
-    assert torch.equal(torch.cat([ids for ids, _ in cut]), table)
-    assert all(len(ids) <= pages_max for ids, _ in cut)
-    assert sum(count for _, count in cut) == num_tokens
-    assert all(count == len(ids) * 16 for ids, count in cut[:-1])
+    assert torch.equal(torch.cat([piece.block_table for piece in cut]), table)
+    assert all(len(piece.block_table) <= pages_max for piece in cut)
+    assert sum(piece.num_tokens for piece in cut) == num_tokens
+    assert all(piece.num_tokens == len(piece.block_table) * 16 for piece in cut[:-1])

@@ -1,0 +1,39 @@
+"""Attention over parts on the CPU: a single token by compiled loops where they are ready, everything else by torch."""
+
+from collections.abc import Iterable
+
+import torch
+
+from hicache.kernels import decode_cpu
+from hicache.kernels.attend_torch import Running, attend_torch
+from hicache.kernels.checks import PageShape
+from hicache.kernels.parts import Asked, PagedPart, no_keys, seen_tokens
+from hicache.kernels.state import AttentionState
+
+
+def attend_cpu(
+    query: torch.Tensor,
+    parts: Iterable[tuple[PagedPart, PageShape]],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    asked: Asked,
+) -> AttentionState:
+    """As `attend_torch`, which see."""
+    if not decode_cpu.takes(query, query.dtype):
+        return attend_torch(query, parts, key, value, asked)
+    decoding = decode_cpu.Decoding(query, key.shape[1], asked.scale, asked.scoring.soft_cap)
+    running = Running()
+    for part, shape in parts:
+        if part.page_scales is None and decode_cpu.takes(query, part.pages.dtype, part.pages.device):
+            for first, last in seen_tokens(part, asked):
+                decoding.add(part.pages, part.block_table, first, last)
+        else:
+            # A part that the loops do not take is torch's; its state is merged in the end.
+            running.add(*attend_torch(query.float(), [(part, shape)], key[:0].float(), value[:0].float(), asked))
+    if len(key):
+        # A page of one token.
+        decoding.add(torch.stack([key, value], dim=1)[:, :, None], torch.zeros(1, dtype=torch.int32), 0, 1)
+    state = decoding.result()
+    if state is not None:
+        running.add(*state)
+    return no_keys(query, torch.float32) if running.state is None else running.state
