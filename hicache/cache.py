@@ -85,8 +85,8 @@ class Cache(Promoting, Copying, Tending):
         progress: told while pages that the NVMe tier has kept over a restart are put back.
         listeners: hear of every copy that can be served from now on, or cannot any longer.
 
-    Raises `BadRequest` when tiers and layout disagree, the budget cannot hold a single page, or `exclusive` is asked
-    for together with a policy that writes through.
+    Raises `BadRequest` when tiers and layout disagree, the budget cannot hold a single page, or a policy that writes
+    through is asked for together with `exclusive` or without an NVMe tier.
     """
 
     def __init__(
@@ -209,12 +209,16 @@ class Cache(Promoting, Copying, Tending):
 
     def set_write_policy(self, namespace: Namespace, write_policy: WritePolicy) -> None:
         """Choose when pages of a namespace are written to NVMe, for what is published or used from now on. Raises
-        `BadRequest` for one that writes through in an exclusive cache."""
+        `BadRequest` for one that writes through in an exclusive cache, or without an NVMe tier."""
         self._require_writable(write_policy)
         self.writing_through.set(namespace, write_policy)
 
     def _require_writable(self, write_policy: WritePolicy) -> None:
-        if self._is_exclusive and write_policy is not WritePolicy.DEMOTE:
+        if write_policy is WritePolicy.DEMOTE:
+            return
+        if NVME not in self.tiers:
+            raise BadRequest("write_policy", f"{write_policy.value} writes to NVMe, and there is no such tier")
+        if self._is_exclusive:
             raise BadRequest("write_policy", f"{write_policy.value} keeps copies on NVMe, which exclusive does not")
 
     # -- looking ------------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """Quotas: which part of a tier is a tenant's own, whatever others do."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from hicache.arguments import name, real, whole
 from hicache.errors import BadRequest
 from hicache.tier import DEVICE, HOST, NVME, TierId
 
+ROUNDING: Final = 1e-9
+"""What shares may be beside each other without being more than one."""
 Part = float | int
 """A share of a tier, a float above 0 and at most 1; or an integer, bytes."""
 
@@ -54,17 +57,42 @@ def check_quotas(quotas: TenantQuotas | None) -> dict[str, TenantQuota]:
     return checked
 
 
+def in_shares(quotas: Mapping[str, TenantQuota], budget_bytes: Mapping[TierId, int]) -> dict[str, TenantQuota]:
+    """The quotas with bytes as shares of the tiers' budgets: how much a page takes beside its own bytes, or, encoded,
+    less than them, a tier alone knows. Raises `BadRequest` where quotas are more than a budget."""
+    quotas = {tenant: _in_shares(quota, budget_bytes) for tenant, quota in quotas.items()}
+    for tier_id in budget_bytes:
+        _check_shares(tier_id, quotas.values())
+    return quotas
+
+
+def _in_shares(quota: TenantQuota, budget_bytes: Mapping[TierId, int]) -> TenantQuota:
+    parts = {tier_id: quota.of(tier_id) for tier_id in (DEVICE, HOST, NVME)}
+    for tier_id, budget in budget_bytes.items():
+        part = parts[tier_id]
+        if isinstance(part, int) and part:
+            parts[tier_id] = part / budget
+    return TenantQuota(parts[DEVICE], parts[HOST], parts[NVME])
+
+
+def _check_shares(tier_id: TierId, quotas: Iterable[TenantQuota]) -> None:
+    share = sum(part for quota in quotas if isinstance(part := quota.of(tier_id), float))
+    if share > 1 + ROUNDING:
+        raise BadRequest("tenant_quotas", f"{share:.6g} times the {tier_id} tier")
+
+
 def quota_pages(
     quotas: Mapping[str, TenantQuota], capacity_pages: Mapping[TierId, int], page_bytes: int
 ) -> dict[TierId, dict[str, int]]:
     """Whole pages of each tier, by tenant. Raises `BadRequest` where quotas are more than the tier."""
     by_tier: dict[TierId, dict[str, int]] = {}
     for tier_id, capacity in capacity_pages.items():
+        _check_shares(tier_id, quotas.values())
         pages = by_tier[tier_id] = {}
         for tenant, quota in quotas.items():
             part = quota.of(tier_id)
             if part is not None:
-                pages[tenant] = part // page_bytes if isinstance(part, int) else int(part * capacity)
+                pages[tenant] = part // page_bytes if isinstance(part, int) else int(part * capacity + ROUNDING)
         if sum(pages.values()) > capacity:
             raise BadRequest("tenant_quotas", f"{sum(pages.values())} pages of {tier_id}, which has {capacity}")
     return by_tier

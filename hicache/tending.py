@@ -46,7 +46,8 @@ class Tending(Running):
                 the tenant may leave it. They stop nobody: where only they are left, they leave.
             expected_return_s: in how many seconds a prompt is expected that goes on from this one: the answer to a tool
                 call. 0 to 30 days. For policies that listen (`HearsHints`).
-            returns: whether a prompt will go on from this one at all. For the same policies.
+            returns: whether a prompt will go on from this one at all. For the same policies. False contradicts an
+                `expected_return_s`.
 
         Other tenants' pages are not kept or lost by it, nor are pages that leave to keep the metadata within its
         budget. Raises `BadRequest` naming the argument.
@@ -63,6 +64,8 @@ class Tending(Running):
             else now + _seconds("expected_return_s", expected_return_s, RETURN_S_MAX)
         )
         hint = Hint(None if returns is None else flag("returns", returns), expected)
+        if hint.returns is False and expected is not None:
+            raise BadRequest("expected_return_s", "contradicts returns=False: nothing is said to come")
         match = self.tree.match(namespace, packed, published=False)
         if not match.num_tokens:
             return 0

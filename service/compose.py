@@ -118,8 +118,8 @@ class HiCache:
             policy: which pages leave a tier first: "lru", "slru", "s3-fifo", "lrfu" or "value", see
                 `hicache.policies`.
             tenant_quotas: which part of the tiers is a tenant's own: by tenant, a share of every tier (a float), or a
-                `TenantQuota` with shares or bytes. A tenant that holds more loses its own pages first. Without, tenants
-                have equal parts of a full tier: see `hicache.policy.shared`.
+                `TenantQuota` with shares, or bytes of the budgets above. A tenant that holds more loses its own pages
+                first. Without, tenants have equal parts of a full tier: see `hicache.policy.shared`.
             admission: which pages may be written to NVMe: "always", "second-touch" or "predicted", see
                 `hicache.admissions`. Those that are refused leave the host for nothing; `persist` asks nobody.
             write_policy: when pages are written to NVMe: "demote-on-evict", when they leave the host; "write-through",
@@ -447,7 +447,7 @@ class HiCache:
                 the tenant may. They stop nobody: where only they are left, they leave.
             expected_return_s: in how many seconds a prompt is expected that goes on from this one, as when a tool has
                 been called; 0 to 30 days.
-            returns: whether one will come at all.
+            returns: whether one will come at all. False contradicts an `expected_return_s`.
 
         A later hint about the same prefix replaces this one. Raises `BadRequest`, `Closed`.
         """

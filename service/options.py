@@ -14,7 +14,7 @@ from hicache.layout import KVLayout
 from hicache.metadata import check_metadata_bytes
 from hicache.policies import check_policy
 from hicache.prefill import PrefillCurve
-from hicache.quotas import TenantQuota, TenantQuotas, check_quotas, quota_pages
+from hicache.quotas import TenantQuota, TenantQuotas, check_quotas, in_shares
 from hicache.tier import DEVICE, HOST, NVME
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.striped import MAX_STORES
@@ -83,6 +83,7 @@ class Options:
             ("nvme_codec", nvme_codec, "none"),
             ("admission", admission, ALWAYS),
             ("exclusive", exclusive, False),
+            ("write_policy", WritePolicy.named(write_policy), WritePolicy.DEMOTE),
         ):
             if nvme_dir is None and value != unused:
                 raise BadRequest(name, "is given together with nvme_dir")
@@ -113,8 +114,9 @@ class Options:
             HOST: _budget("host_bytes", host_bytes, page_bytes),
             NVME: 0 if nvme_bytes is None else _budget("nvme_bytes", nvme_bytes, page_bytes),
         }
-        quotas = check_quotas(tenant_quotas)
-        quota_pages(quotas, {tier_id: budget // page_bytes for tier_id, budget in budgets.items()}, page_bytes)
+        quotas = in_shares(
+            check_quotas(tenant_quotas), {tier_id: budget for tier_id, budget in budgets.items() if budget}
+        )
         return cls(
             layout=layout,
             device_bytes=budgets[DEVICE],

@@ -467,9 +467,9 @@ async def _history(world: World, faults: Faults) -> None:
         world,
         device_pages=rng.choice([6, 9, 14]),
         host_pages=rng.choice([3, 8, 20]),
-        nvme_pages=rng.choice([None, 5, 40]),
+        nvme_pages=(nvme_pages := rng.choice([None, 5, 40])),
         faults=faults,
-        write_policy=(write_policy := rng.choice(list(WritePolicy))),
+        write_policy=(write_policy := rng.choice(list(WritePolicy)) if nvme_pages else WritePolicy.DEMOTE),
         exclusive=write_policy is WritePolicy.DEMOTE and rng.random() < 0.5,
         policy=rng.choice(list(NAMES)),
     ) as setup:

@@ -157,8 +157,8 @@ class Run:
                 tokens,
                 priority=rng.randint(-4, 4),
                 retain_s=rng.choice([None, 0.01, 1e5]),
-                returns=rng.choice([None, True, False]),
-                expected_return_s=rng.choice([None, 1.0]),
+                returns=(returns := rng.choice([None, True, False])),
+                expected_return_s=None if returns is False else rng.choice([None, 1.0]),
             )
             assert known <= len(tokens)
             self.seen["hints"] += known > 0
@@ -320,8 +320,8 @@ class Run:
 async def everything(world: World) -> list[object]:
     rng = world.rng
     faults = rng.choice([Faults(), Faults(), Faults(error=0.05, corrupt=0.03, stall=0.02, stall_s=0.5)])
-    write_policy = rng.choice(list(WritePolicy))
     nvme_pages = rng.choice([None, 6, 16, 40])
+    write_policy = rng.choice(list(WritePolicy)) if nvme_pages is not None else WritePolicy.DEMOTE
     admission = admission_named(rng.choice(list(ADMISSIONS)), nvme_pages) if nvme_pages is not None else None
     small = TenantQuota(host=2 * LAYOUT.page_bytes, nvme=0.25)
     quotas: list[TenantQuotas | None] = [None, {"one": 0.5}, {"two": small, "three": 0.1}]

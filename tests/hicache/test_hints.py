@@ -149,6 +149,8 @@ def test_a_wrong_hint_is_named_and_changes_nothing(field: str, value: object) ->
                 with pytest.raises(BadRequest) as refused:
                     setup.cache.hint(MODEL, tokens, **{field: value})  # type: ignore[arg-type]  # what is tested
                 assert refused.value.field == field
+            with pytest.raises(BadRequest, match="expected_return_s: contradicts returns=False"):
+                setup.cache.hint(MODEL, prompt(1, 17), returns=False, expected_return_s=5.0)
             assert setup.cache.tree.num_ranked == setup.cache.counters.hints == 0
 
     run_simulated(main, 0)

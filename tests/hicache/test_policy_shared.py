@@ -14,7 +14,7 @@ from hicache.policy.lrfu import LrfuPolicy
 from hicache.policy.lru import LruPolicy
 from hicache.policy.shared import EMPTY_MAX, IDLE_S, OWN_MAX, RESIZED_FROM, SharedPolicy
 from hicache.policy.slru import SlruPolicy
-from hicache.quotas import TenantQuota, check_quotas, quota_pages
+from hicache.quotas import TenantQuota, check_quotas, in_shares, quota_pages
 from hicache.tier import DEVICE, HOST, NVME
 from hicache.tree import HiRadixTree
 from tests.hicache.counting import check_counts
@@ -268,7 +268,17 @@ def test_quotas_that_cannot_be_are_named(quotas: object, field: str) -> None:
         check_quotas(quotas)  # type: ignore[arg-type]  # what a caller may get wrong
 
 
+def test_bytes_are_shares_of_a_budget() -> None:
+    quotas = in_shares(check_quotas({"a": TenantQuota(host=29, nvme=0), "b": 0.5}), {HOST: 100, DEVICE: 10})
+    assert quotas == {"a": TenantQuota(host=0.29, nvme=0), "b": TenantQuota(0.5, 0.5, 0.5)}
+    assert quota_pages(quotas, {HOST: 100}, page_bytes=1) == {HOST: {"a": 29, "b": 50}}
+    with pytest.raises(BadRequest, match=r"tenant_quotas: 1\.01 times the host tier"):
+        in_shares({"a": TenantQuota(host=51), "b": TenantQuota(host=0.5)}, {HOST: 100})
+
+
 def test_quotas_beyond_a_tier_are_refused() -> None:
+    with pytest.raises(BadRequest, match=r"tenant_quotas: 1\.1 times the host tier"):
+        quota_pages(check_quotas({"a": 0.6, "b": 0.5}), {HOST: 10}, page_bytes=64)
     with pytest.raises(BadRequest, match="tenant_quotas: 11 pages of host, which has 10"):
         quota_pages(check_quotas({"a": 0.6, "b": TenantQuota(host=5 * 64)}), {HOST: 10}, page_bytes=64)
 

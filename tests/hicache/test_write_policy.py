@@ -160,7 +160,7 @@ def test_exclusive_leaves_what_is_above_a_page_on_nvme_and_what_was_persisted() 
     run_simulated(main, 0)
 
 
-def test_exclusive_and_write_through_contradict_each_other() -> None:
+def test_writing_through_needs_an_nvme_tier_that_may_keep_copies() -> None:
     async def main(world: World) -> None:
         async with opened(world, exclusive=True) as setup:
             with pytest.raises(BadRequest, match="write_policy"):
@@ -169,6 +169,12 @@ def test_exclusive_and_write_through_contradict_each_other() -> None:
                 Cache(LAYOUT, setup.cache.tiers, clock=world, write_policy=WritePolicy.THROUGH, exclusive=True)
             with pytest.raises(BadRequest, match="exclusive"):
                 Cache(LAYOUT, setup.cache.tiers, clock=world, exclusive="yes")  # type: ignore[arg-type]  # a mistake
+        async with opened(world, nvme_pages=None) as setup:
+            setup.cache.set_write_policy(MODEL, WritePolicy.DEMOTE)
+            with pytest.raises(BadRequest, match="write_policy: write-through writes to NVMe"):
+                setup.cache.set_write_policy(MODEL, WritePolicy.THROUGH)
+            with pytest.raises(BadRequest, match="write_policy"):
+                Cache(LAYOUT, setup.cache.tiers, clock=world, write_policy=WritePolicy.SELECTIVE)
 
     run_simulated(main, 0)
 

@@ -9,6 +9,7 @@ import pytest
 import hicache
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
+from hicache.quotas import TenantQuota
 
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32, page_size=4)
 PAGE = LAYOUT.page_bytes
@@ -26,7 +27,10 @@ WRONG: dict[str, list[Any]] = {
     "layout": [None, "llama"],
     "policy": ["fifo", None],
     "admission": ["never", None, 1, []],
-    "tenant_quotas": [5, ["a"], {1: 0.5}, {"a": 0.6, "b": 0.6}],
+    "tenant_quotas": [
+        5, ["a"], {1: 0.5}, {"a": 0.6, "b": 0.6}, {"a": TenantQuota(nvme=(1 << 20) + 1)},
+        {"a": TenantQuota(nvme=1 << 19), "b": TenantQuota(nvme=0.51)}, {"a": TenantQuota(host=17 * PAGE)},
+    ],
     "write_policy": ["through", None],
     "exclusive": [1, "yes"],
     "prefill": [1.5, "auto"],
@@ -64,7 +68,8 @@ def test_a_wrong_argument_is_named_and_nothing_is_made(
     ("name", "value"),
     [
         ("nvme_min_free_bytes", 5), ("nvme_write_bytes_per_day", 1 << 30), ("nvme_codec", "lz4"),
-        ("admission", "predicted"), ("exclusive", True),
+        ("admission", "predicted"), ("exclusive", True), ("write_policy", "write-through"),
+        ("write_policy", "write-through-selective"),
     ],
 )
 def test_what_is_for_nvme_needs_a_directory(name: str, value: Any, tmp_path: Path) -> None:
@@ -74,6 +79,16 @@ def test_what_is_for_nvme_needs_a_directory(name: str, value: Any, tmp_path: Pat
     for changed in ({"nvme_dir": None}, {"nvme_bytes": None}):
         with pytest.raises(BadRequest, match="nvme_bytes"):
             open_with(tmp_path, **changed)
+
+
+def test_a_quota_may_be_all_bytes_of_a_budget(tmp_path: Path) -> None:
+    """A page takes more than its bytes on disk, and in host memory too if it is small: the tiers have fewer pages than
+    fit into their budgets by these."""
+    quotas = {"a": TenantQuota(nvme=3 << 18), "b": TenantQuota(host=16 * PAGE, nvme=1 << 18)}
+    with open_with(tmp_path, tenant_quotas=quotas) as cache:
+        tiers = cache.stats()["tiers"]
+        assert tiers["nvme"]["capacity_pages"] < (3 << 18) // PAGE
+        assert tiers["host"]["capacity_pages"] < 16
 
 
 def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageProblem(f"{flag}: {value} is not within {low:g} to {high:g}")
     for path in (args.trace, args.chunks):
         if path is not None and not path.is_file():
-            raise UsageProblem(f"{printable(str(path))}: there is no such file")
+            problem = "is not a file" if path.exists() else "there is no such file"
+            raise UsageProblem(f"{printable(str(path))}: {problem}")
     if args.plot is not None:
         if args.plot.suffix not in PLOT_SUFFIXES:
             raise UsageProblem(f"--plot: {printable(str(args.plot))} does not end in {' or '.join(PLOT_SUFFIXES)}")
