@@ -38,7 +38,7 @@ _UNGUARDED: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
 }
 NAMES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
     **_UNGUARDED,
-    "value": lambda capacity_pages: GuardedPolicy(ValuePolicy, capacity_pages=capacity_pages),
+    "value": lambda capacity_pages: GuardedPolicy(ValuePolicy, capacity_pages=capacity_pages, presumed=True),
 }
 """What makes a policy of each name for a tier of so many pages, with its defaults."""
 

@@ -1,16 +1,20 @@
 """A guard around a policy: never measurably worse than LRU.
 
 Two shadows say what the tier would find, were it kept by the inner policy or by LRU: tiers without pages that are told
-of every prompt. So a bad policy is found out in its shadow, where it costs nothing, and a good one rules as soon as it
-has shown it. `ahead` is what the inner policy's shadow found more, in pages, but for the share `TOLERANCE` of LRU's:
+of every prompt. `ahead` is what the inner policy's shadow found more, in pages, but for the share `TOLERANCE` of LRU's.
+It goes up and down by chance as well, so what it has to reach is measured by its deviation: the root of the sum of the
+squares of its steps, of the last `DEVIATION_PROMPTS` prompts.
 
-    LRU order    at first. `ahead` never falls below 0; when it reaches the rise, the inner policy is trusted. The rise
-                 is the margin at first, and twice as much after each fall; and where that is more than `STAKE` of all
-                 that LRU has found, so that a mistake would cost too much of it, it is `LEAD` of that at least.
-    inner order  `ahead` begins at 0 and is at most `CREDIT` of the capacity, as merits of long ago excuse nothing; when
-                 it is below minus the margin, the inner policy has fallen.
+    LRU order    `ahead` never falls below 0. The inner policy is trusted when it reaches `RISE` deviations, which
+                 happens by chance now and then. `CLEAR_RISE` are asked for where being wrong once more would make the
+                 pages that were lost more than `STAKE` of all that LRU has found.
+    inner order  `ahead` begins at 0 and is at most `CREDIT` of the capacity, as merits of long ago excuse nothing. When
+                 it is below minus `FALL` deviations, the inner policy has fallen.
 
-The margin is `MARGIN` of the capacity and `MARGIN_PROMPTS` times the average prompt: less is chance.
+Neither is less than the margin: `MARGIN` of the capacity and the average prompt. A policy that is known to be good may
+be presumed so. Then it rules from the start, falls at `PRESUMED_FALL` deviations, and rises again at `RISE` whatever
+was lost: in a tier of few prompts chance decides for long what is seen there, and waiting for evidence costs more than
+being wrong. The price is paid where such a policy is no good after all.
 
 A shadow has as many pages as the tier but at most `SHADOW_PAGES`. In a larger tier it stands for a sample of the
 prompts, chosen by a hash of where they part from the common beginning, with as small a share of the capacity.
@@ -38,12 +42,15 @@ from hicache.policy.lru import LruPolicy
 from hicache.policy.shadow import ShadowTier
 
 MARGIN: Final = 1 / 256
-MARGIN_PROMPTS: Final = 1.0
 AVERAGE_PROMPTS: Final = 64
 """Prompts over which their length is averaged."""
-CREDIT: Final = 1 / 10
+DEVIATION_PROMPTS: Final = 512
+RISE: Final = 2.0
+CLEAR_RISE: Final = 4.0
 STAKE: Final = 0.005
-LEAD: Final = 0.15
+FALL: Final = 0.5
+PRESUMED_FALL: Final = 1.0
+CREDIT: Final = 1 / 10
 TOLERANCE: Final = 0.002
 SHADOW_PAGES: Final = 1 << 15
 """Pages, and so nodes at most, that each shadow stands for: 20 MB where every page is a node of its own."""
@@ -58,10 +65,16 @@ class GuardedPolicy:
             is told of.
         capacity_pages: pages of the tier.
         shadow_pages: most pages that a shadow stands for.
+        presumed: whether the inner policy is known to be good.
     """
 
     def __init__(
-        self, make: Callable[[], EvictionPolicy], *, capacity_pages: int, shadow_pages: int = SHADOW_PAGES
+        self,
+        make: Callable[[], EvictionPolicy],
+        *,
+        capacity_pages: int,
+        shadow_pages: int = SHADOW_PAGES,
+        presumed: bool = False,
     ) -> None:
         if capacity_pages < 1:
             raise BadRequest("capacity_pages", f"{capacity_pages} is below 1")
@@ -77,9 +90,10 @@ class GuardedPolicy:
         self._listed: dict[Box, None] = {}
         untrack(self._listed)
         self._ahead = 0.0  # pages
+        self._squares = 0.0  # of the steps of `ahead`
         self._lru_found = 0.0  # pages
-        self._trusts_inner = False
-        self._rise = 1  # margins
+        self._lost = 0.0  # pages, by what has fallen
+        self._presumed = self._trusts_inner = presumed
         self._prompts = 0
         self._prompt_pages = 0.0
         self._shadow_pages = shadow_pages
@@ -161,20 +175,21 @@ class GuardedPolicy:
 
     def _judge(self, more_pages: float) -> None:
         """Take into account how many pages more the inner policy would have found of one prompt."""
-        margin = MARGIN * self._capacity + MARGIN_PROMPTS * self._prompt_pages
         self._ahead += more_pages
+        self._squares += more_pages**2 - self._squares / DEVIATION_PROMPTS
+        deviation = self._squares**0.5
+        margin = MARGIN * self._capacity + self._prompt_pages
+        fall = max(margin, (PRESUMED_FALL if self._presumed else FALL) * deviation)
         if not self._trusts_inner:
             self._ahead = max(0.0, self._ahead)
-            rise = margin * self._rise
-            if rise > STAKE * self._lru_found:
-                rise = max(rise, LEAD * self._lru_found)
-            if self._ahead >= rise:
+            is_cheap = self._presumed or self._lost + fall <= STAKE * self._lru_found
+            if self._ahead >= max(margin, (RISE if is_cheap else CLEAR_RISE) * deviation):
                 self._trusts_inner, self._ahead = True, 0.0
             return
         self._ahead = min(self._ahead, CREDIT * self._capacity)
-        if self._ahead < -margin:
+        if self._ahead < -fall:
+            self._lost -= self._ahead
             self._trusts_inner, self._ahead = False, 0.0
-            self._rise *= 2
 
     def _fit(self) -> None:
         """Give the shadows their share of the tier."""
