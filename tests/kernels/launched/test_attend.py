@@ -24,6 +24,7 @@ from tests.kernels.contexts import (
     tensor,
 )
 from tests.kernels.launched.device import DEVICE
+from tests.kernels.positioned import SCORINGS, run_scored
 
 
 def parts_of(context: Context, *, elsewhere: Random | None = None) -> Iterator[PagedPart]:
@@ -122,6 +123,20 @@ def test_a_part_is_used_up_when_the_next_is_asked_for(num_new: int) -> None:
     keys, values = (torch.cat([part[slot, plane] for part in pages for slot in (1, 0)]) for plane in (0, 1))
     keys, values = torch.cat([keys, key]), torch.cat([values, value])
     assert_close(AttentionState(output.cpu(), lse.cpu()), query, keys, values, causal(96, num_new), 0.125)
+
+
+@pytest.mark.parametrize("num_new", [1, 6])
+@pytest.mark.parametrize("scoring", ["all", "first and more", "sinks"])
+def test_a_cap_windows_and_sinks_over_any_split(scoring: str, num_new: int) -> None:
+    run_scored(Random(4), SCORINGS[scoring], 63, num_new, torch.float32, path=Path.TRITON, device=torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("num_new", [1, 6])
+def test_float8_pages_with_scales(num_new: int) -> None:
+    run_scored(
+        Random(5), SCORINGS["all"], 63, num_new, torch.float16, stored=torch.float8_e4m3fn, path=Path.TRITON,
+        device=torch.device(DEVICE),
+    )  # fmt: skip
 
 
 def test_float64_is_refused() -> None:
