@@ -113,19 +113,20 @@ class Decoding:
         """Output [1, HQ, D] and LSE [1, HQ], float32; None over no token."""
         if not self._runs:
             return None
-        tops = np.stack([run.tops for run in self._runs])
-        sums = np.stack([run.sums for run in self._runs])
-        top = tops.max(axis=0)
-        weights = np.exp2(tops - top)
-        whole = (weights * sums).sum(axis=0)
-        output = sum(weight[:, None] * run.total for weight, run in zip(weights, self._runs, strict=True))
-        output = output / whole[:, None]
-        lse = (np.log2(whole) + top) * math.log(2.0)
+        tops, sums, totals = (
+            torch.from_numpy(np.stack(arrays))
+            for arrays in zip(*[(run.tops, run.sums, run.total) for run in self._runs], strict=True)
+        )
+        top = tops.amax(dim=0)
+        weights = torch.exp2(tops - top)
+        whole = (weights * sums).sum(dim=0)
+        output = (weights[..., None] * totals).sum(dim=0) / whole[:, None]
+        lse = (whole.log2() + top) * math.log(2.0)
         return AttentionState(self._of_heads(output), self._of_heads(lse[:, None])[..., 0])
 
-    def _of_heads(self, rows: Any) -> torch.Tensor:
+    def _of_heads(self, rows: torch.Tensor) -> torch.Tensor:
         """[1, HQ, *] of [H * R, *]: without the rows that fill up a group."""
-        padded = torch.from_numpy(np.ascontiguousarray(rows, np.float32)).view(*self._query.shape[:2], -1)
+        padded = rows.view(*self._query.shape[:2], -1)
         return padded[:, : self._group].reshape(1, self._num_heads, -1)
 
 

@@ -1,0 +1,169 @@
+"""The compiled loops of decoding: what they take, on how many threads, and what happens without them."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from hicache.kernels import decode_cpu
+from hicache.kernels import launch as launching
+from hicache.kernels.attend import PagedPart, attend
+from hicache.kernels.crew import Crew
+from hicache.kernels.state import AttentionState
+from tests.kernels.contexts import DTYPES, Context, scatter_context, tensor
+from tests.repository import ROOT
+
+NONE = torch.empty(0, 2, 64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_loops() -> None:
+    """Compiling is no test's time."""
+    assert all(decode_cpu.prepare(dtype) for dtype in DTYPES)
+
+
+def run(context: Context, query: torch.Tensor, path: launching.Path | None = None) -> AttentionState:
+    return attend(query, context.parts, key=NONE, value=NONE, scale=0.125, path=path)
+
+
+def test_a_part_is_shared_out_to_threads_and_the_bits_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three threads, each with a share of every part but the smallest."""
+    monkeypatch.setattr(decode_cpu, "_ALONE_BYTES", 20 * 2 * 2 * 64 * 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    context = scatter_context(Random(2), 300, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+    query = tensor(Random(1), 1, 4, 64, dtype=torch.float32)
+    expected = run(context, query, launching.Path.TORCH)
+    first = run(context, query)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    for _ in range(20):
+        again = run(context, query)
+        assert torch.equal(again.output, first.output)
+        assert torch.equal(again.lse, first.lse)
+
+
+def test_several_threads_attend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_cpu, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    context = scatter_context(Random(2), 100, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+    query = tensor(Random(1), 1, 4, 64, dtype=torch.float32)
+    expected = run(context, query)
+    differing = []
+
+    def work() -> None:
+        differing.extend(i for i in range(20) if not torch.equal(run(context, query).output, expected.output))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not differing
+
+
+def test_what_the_loops_do_not_take_is_left_to_torch() -> None:
+    """A head of 72, and float64; and in the middle of others, float8."""
+    for head_dim, dtype in ((72, torch.float32), (64, torch.float64)):
+        context = scatter_context(Random(0), 40, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+        query = tensor(Random(1), 1, 4, head_dim, dtype=dtype)
+        none = torch.empty(0, 2, head_dim, dtype=dtype)
+        states = [
+            attend(query, context.parts, key=none, value=none, scale=0.125, path=path)
+            for path in (None, launching.Path.TORCH)
+        ]
+        assert torch.equal(states[0].output, states[1].output)
+    pages = tensor(Random(0), 3, 2, 16, 2, 64, dtype=torch.float16)
+    narrow, table = pages.to(torch.float8_e5m2), torch.arange(3, dtype=torch.int32)
+    parts = [PagedPart(pages, table, 40), PagedPart(narrow, table, 48), PagedPart(pages, table[:1], 3)]
+    query = tensor(Random(1), 1, 4, 64, dtype=torch.float16)
+    mixed, plain = (
+        attend(query, parts, key=NONE.half(), value=NONE.half(), scale=0.125, path=path)
+        for path in (None, launching.Path.TORCH)
+    )
+    torch.testing.assert_close(mixed, plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_damage_stays_visible(dtype: torch.dtype) -> None:
+    pages = torch.ones(1, 2, 16, 2, 64, dtype=dtype)
+    none, query = NONE.to(dtype), torch.ones(1, 4, 64, dtype=dtype)
+    for plane, token, damage in ((0, 3, torch.nan), (1, 15, torch.nan), (1, 0, torch.inf), (0, 5, torch.inf)):
+        damaged = pages.clone()
+        damaged[0, plane, token, 1, 7] = damage
+        part = PagedPart(damaged, torch.tensor([0], dtype=torch.int32), 16)
+        output, _ = attend(query, [part], key=none, value=none, scale=0.125)
+        assert output[0, :2].isfinite().all()
+        assert not output[0, 2:, 7].isfinite().any()
+
+
+def test_a_page_far_away_is_addressed_in_64_bits() -> None:
+    """4 GiB behind the first; the memory between is never touched."""
+    far = (4 << 30) // (2 * 1 * 1 * 64 * 2) + 1
+    pages = torch.empty(far + 1, 2, 1, 1, 64, dtype=torch.bfloat16)
+    pages[far, 0], pages[far, 1], pages[0] = 1.0, 3.0, 0.0
+    part = PagedPart(pages, torch.tensor([far], dtype=torch.int32), 1)
+    none = torch.empty(0, 1, 64, dtype=torch.bfloat16)
+    output, lse = attend(torch.ones(1, 1, 64).bfloat16(), [part], key=none, value=none, scale=0.125)
+    assert torch.equal(output, torch.full((1, 1, 64), 3.0).bfloat16())
+    torch.testing.assert_close(lse, torch.full((1, 1), 8.0))
+
+
+SCRIPT = """if True:
+    import logging, sys, torch
+    logging.basicConfig()
+    from hicache.kernels import decode_cpu
+    from hicache.kernels.attend import attend
+    print(decode_cpu.prepare(torch.float32), decode_cpu.prepare(torch.float32), decode_cpu.prepare(torch.int8))
+    one = torch.ones(1, 1, 64)
+    assert torch.equal(attend(one, [], key=one, value=one, scale=1.0).output, one)
+"""
+
+
+def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_without_numba_torch_does_it_and_the_log_says_so_once() -> None:
+    done = python(f"import sys; sys.modules['numba'] = None\n{SCRIPT}")
+    assert done.stdout == "False False False\n", done.stderr
+    assert done.stderr.count("is not compiled") == 1
+
+
+def test_nothing_of_numba_is_loaded_unless_it_is_prepared() -> None:
+    script = "import sys, hicache.kernels.attend; sys.exit('numba' in sys.modules)"
+    assert python(script).returncode == 0
+
+
+def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = python(SCRIPT, NUMBA_CACHE_DIR=str(tmp_path / "file"))
+    assert done.stdout == "True True False\n", done.stderr
+
+
+def test_a_crew_does_all_of_its_work_and_raises_what_one_raises() -> None:
+    crew, done = Crew("crew"), []
+    gate = threading.Barrier(4, timeout=60)
+
+    def work(number: int, *, fails: bool = False) -> Callable[[], None]:
+        def do() -> None:
+            gate.wait()
+            done.append(number)
+            if fails:
+                raise LookupError(number)
+
+        return do
+
+    crew.run([work(i) for i in range(4)])
+    with pytest.raises(LookupError, match="2"):
+        crew.run([work(i, fails=i == 2) for i in range(4)])
+    with pytest.raises(LookupError, match="0"):
+        crew.run([work(i, fails=i == 0) for i in range(4)])
+    assert sorted(done) == sorted([*range(4)] * 3)
