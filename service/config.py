@@ -72,6 +72,8 @@ class ServeConfig:
 
     layout: KVLayout
     host_bytes: int
+    keep_arena: bool = False
+    """Whether the arena outlives the server, in the hands of a supervisor."""
     socket_dir: Path = field(default_factory=default_directory)
     nvme_dirs: tuple[Path, ...] = ()
     nvme_bytes: int | None = None
@@ -271,6 +273,7 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "layout.dtype": _dtype,
     "layout.page_size": _count,
     "host.bytes": _bytes,
+    "host.keep_arena": flag,
     "nvme.dir": _paths,
     "nvme.bytes": _bytes,
     "nvme.min_free_bytes": _bytes,
@@ -319,6 +322,7 @@ REQUIRED: Final = ("layout.num_layers", "layout.num_kv_heads", "layout.head_dim"
 
 _FIELDS: Final = {
     "socket_dir": "socket_dir",
+    "host.keep_arena": "keep_arena",
     "nvme.dir": "nvme_dirs",
     "nvme.bytes": "nvme_bytes",
     "nvme.min_free_bytes": "nvme_min_free_bytes",

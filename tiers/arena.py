@@ -34,6 +34,7 @@ _MAP_PRIVATE_ANONYMOUS_NORESERVE: Final = 0x02 | 0x20 | 0x4000
 _MADV_DONTFORK: Final = 10
 _MADV_COLLAPSE: Final = 25
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # has no name in `fcntl` before Python 3.13
+_FIXED_SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CUDA_HOST_REGISTER_PORTABLE: Final = 0x01  # pinned for every GPU, not only for the current one
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,36 +47,71 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Arena:
     """`num_bytes` bytes of shared memory, zero at first.
 
-    Raises `TierUnavailable` when the memory cannot be had; nothing is left allocated then.
+    With `outlives`, the memory may be handed on to a later process, as `whole_fd`, which makes an arena of it as `fd`.
+    It is not sealed against new writable mappings then. Others are given a descriptor that was opened for reading;
+    whoever runs as the same user, or as root, could open it anew for writing.
+
+    Raises `TierUnavailable` when the memory cannot be had, or what was handed on is not such memory; nothing is left
+    allocated then, and `fd` is the caller's still.
     """
 
-    def __init__(self, tier_id: TierId, num_bytes: int) -> None:
+    def __init__(self, tier_id: TierId, num_bytes: int, *, outlives: bool = False, fd: int | None = None) -> None:
         self.tier_id: Final = tier_id
         self.num_bytes: Final = num_bytes
+        self._readable_fd = -1
         self.collapsed_bytes = 0
         """How much lies in 2 MiB pages, as far as `collapse` has come."""
-        available = available_bytes()
-        if available is not None and num_bytes > available:
-            raise TierUnavailable(tier_id, f"needs {num_bytes} bytes of memory, {available} are available")
+        own = self._make() if fd is None else self._take_over(fd)
         try:
-            fd = os.memfd_create(f"hicache-{tier_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.address, root, self._mapping = _map(own, num_bytes)
+            if fd is None:
+                seals = _FIXED_SIZE if outlives else _FIXED_SIZE | _F_SEAL_FUTURE_WRITE
+                fcntl.fcntl(own, fcntl.F_ADD_SEALS, seals)
+                fcntl.fcntl(own, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+            if outlives:
+                os.fchmod(own, 0o600)
+                self._readable_fd = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            os.close(own)
             raise _refusal(tier_id, num_bytes, error) from error
+        self._fd = own
+        self._memory: memoryview | None = memoryview(root).cast("B")
+
+    def _make(self) -> int:
+        """New memory, all of it allocated."""
+        available = available_bytes()
+        if available is not None and self.num_bytes > available:
+            raise TierUnavailable(self.tier_id, f"needs {self.num_bytes} bytes of memory, {available} are available")
         try:
-            os.posix_fallocate(fd, 0, num_bytes)
-            self.address, root, self._mapping = _map(fd, num_bytes)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+            fd = os.memfd_create(f"hicache-{self.tier_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise _refusal(self.tier_id, self.num_bytes, error) from error
+        try:
+            os.posix_fallocate(fd, 0, self.num_bytes)
         except OSError as error:
             os.close(fd)
-            raise _refusal(tier_id, num_bytes, error) from error
-        self._fd = fd
-        self._memory: memoryview | None = memoryview(root).cast("B")
+            raise _refusal(self.tier_id, self.num_bytes, error) from error
+        return fd
+
+    def _take_over(self, fd: int) -> int:
+        """Memory that an earlier process has left, as a descriptor of this arena's own."""
+        try:
+            num_bytes, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if num_bytes != self.num_bytes or seals & _FIXED_SIZE != _FIXED_SIZE or seals & _F_SEAL_FUTURE_WRITE:
+                problem = f"what was kept has {num_bytes} bytes and seals {seals:#x}, not {self.num_bytes} and its own"
+                raise TierUnavailable(self.tier_id, problem)
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        except OSError as error:
+            raise _refusal(self.tier_id, self.num_bytes, error) from error
 
     @property
     def fd(self) -> int:
-        """The descriptor, sealed. Raises `TierUnavailable` once closed."""
+        """The descriptor to give to others, who can map it for reading only. Raises `TierUnavailable` once closed."""
+        return self.whole_fd if self._readable_fd < 0 else self._readable_fd
+
+    @property
+    def whole_fd(self) -> int:
+        """The memory itself, to be handed on to a later process. Raises `TierUnavailable` once closed."""
         if self._memory is None:
             raise TierUnavailable(self.tier_id, "is closed")
         return self._fd
@@ -125,6 +161,8 @@ class Arena:
         if self._memory is not None:
             self._memory = None
             os.close(self._fd)
+            if self._readable_fd >= 0:
+                os.close(self._readable_fd)
 
 
 class _Mapping:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.layout import AttentionKind, KVLayout, LayerGroup, PageOrder
-from hicache.tier import HOST, SUM_BYTES, Outcome, PageIdentity, PageRead, PageSums, PageWrite, TierId
+from hicache.tier import HOST, SUM_BYTES, Outcome, PageIdentity, PageRead, PageSums, PageWrite, Slots, TierId
 from hicache.tiers.arena import Arena
 from hicache.tiers.memory import MemoryTier, capacity_in_pages
+from hicache.tiers.slots import SlotPool
 
 SLOT_ALIGNMENT: Final = 4096
 """Slots begin at multiples of this, in bytes: what direct I/O asks of a buffer."""
@@ -57,6 +58,9 @@ class HostTier(MemoryTier):
         layer_bytes: bytes of each layer of a page, in order; None: no checksums are kept.
         huge_pages: gather the memory into 2 MiB pages.
         num_threads: threads that copy; by default one a core, at most `MAX_COPY_THREADS`.
+        outlives: the memory may be handed on to a later process (`Arena`, `whole_fds`).
+        kept: the `whole_fds` of an earlier process with as many slots. All generations rise by one, so that nobody
+            takes what comes for what was; which slots hold something is said by `take_over`.
 
     Raises `BadRequest` for a size that holds no page, `TierUnavailable` when the memory cannot be had.
     """
@@ -72,6 +76,8 @@ class HostTier(MemoryTier):
         huge_pages: bool = True,
         num_threads: int | None = None,
         tier_id: TierId = HOST,
+        outlives: bool = False,
+        kept: tuple[int, int] | None = None,
     ) -> None:
         if page_bytes < 1:
             raise BadRequest("page_bytes", f"{page_bytes} is below 1")
@@ -82,7 +88,10 @@ class HostTier(MemoryTier):
         """Bytes from one slot to the next."""
         num_pages = capacity_in_pages(self.slot_stride, capacity_pages, capacity_bytes)
         # Before any table of slots is made: of a size that cannot be had, the tables alone may be too large.
-        self._arena = Arena(tier_id, num_pages * self.slot_stride)
+        self._outlives = outlives
+        self._arena = Arena(
+            tier_id, num_pages * self.slot_stride, outlives=outlives, fd=None if kept is None else kept[0]
+        )
         try:
             super().__init__(
                 tier_id,
@@ -95,6 +104,13 @@ class HostTier(MemoryTier):
             self._arena.close()
             raise
         self._generations: Arena | None = None
+        if kept is not None:
+            try:
+                self._share_in(self._make_table(kept[1]), continued=True)
+            except BaseException:
+                self._executor.shutdown()
+                self._arena.close()
+                raise
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._arena.memory, np.uint8).reshape(num_pages, -1)
         self._stop = threading.Event()
         self._collapsing = threading.Thread(target=self._collapse, name=f"hicache-{tier_id}-collapse", daemon=True)
@@ -142,10 +158,37 @@ class HostTier(MemoryTier):
         if self._array is None:
             raise TierUnavailable(self.tier_id, "is closed")
         if self._generations is None:
-            table = Arena(TierId(f"{self.tier_id}-generations"), 8 * self.capacity_pages)
-            self._pool.keep_generations_in(np.frombuffer(table.memory, np.int64))
-            self._generations = table
+            self._share_in(self._make_table(None), continued=False)
+        assert self._generations is not None, "it was made"
         return self._generations.fd
+
+    def _make_table(self, fd: int | None) -> Arena:
+        table_id = TierId(f"{self.tier_id}-generations")
+        return Arena(table_id, 8 * self.capacity_pages, outlives=self._outlives, fd=fd)
+
+    def _share_in(self, table: Arena, *, continued: bool) -> None:
+        """Keep the generations in a table from now on, `continued` from the ones that are there."""
+        memory = np.frombuffer(table.memory, np.int64)
+        if continued:
+            self._pool = SlotPool.restored(self.tier_id, memory + 1, np.empty(0, np.int32))
+        self._pool.keep_generations_in(memory)
+        self._generations = table
+
+    @property
+    def whole_fds(self) -> tuple[int, int]:
+        """Arena and table of generations, for a later process: see `kept`. Raises `TierUnavailable` once closed."""
+        self.share_generations()
+        assert self._generations is not None, "it was made"
+        return self._arena.whole_fd, self._generations.whole_fd
+
+    def take_over(self, slots: Slots) -> None:
+        """These slots hold pages of the earlier process, which are to be declared. For a tier that was made with
+        `kept`, before anything else is done with it."""
+        assert self._generations is not None, "nothing was kept"
+        assert self.num_free == self.capacity_pages, "it is in use already"
+        memory = np.frombuffer(self._generations.memory, np.int64)
+        self._pool = SlotPool.restored(self.tier_id, memory.copy(), slots)
+        self._pool.keep_generations_in(memory)
 
     @property
     def num_sums(self) -> int:

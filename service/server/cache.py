@@ -1,6 +1,6 @@
 """Opens the cache that a server serves: the arena and, where it was asked for, NVMe. The device is the engines' own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -62,12 +62,18 @@ def options_of(config: ServeConfig) -> Options:
         raise BadRequest(_KEYS.get(error.field, error.field), error.problem) from None
 
 
-async def open_cache(options: Options, clock: Clock, *, listeners: Sequence[HearsCopies] = ()) -> Served:
+async def open_cache(
+    options: Options,
+    clock: Clock,
+    *,
+    listeners: Sequence[HearsCopies] = (),
+    make_host: Callable[..., HostTier] = HostTier,
+) -> Served:
     """Open the tiers; if one refuses, those before it are closed. `listeners` hear of all copies, those found on NVMe
-    included. Raises `TierUnavailable`, `BadRequest`."""
+    included. `make_host` is given `page_bytes` and `capacity_bytes`. Raises `TierUnavailable`, `BadRequest`."""
     async with AsyncExitStack() as stack:
         # Allocating takes a while; a thread does it, so that signals are heard meanwhile.
-        host = await wrap(HostTier)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
+        host = await wrap(make_host)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
         stack.push_async_callback(host.close)
         tiers: dict[TierId, Tier] = {HOST: host}
         if options.nvme_dirs:

@@ -32,7 +32,7 @@ from hicache.service.config import ServeConfig
 from hicache.service.events.publisher import Publisher
 from hicache.service.events.residency import CopyEvents
 from hicache.service.metrics import CallTimes, families
-from hicache.service.readiness import READY, STOPPING, Supervisor
+from hicache.service.readiness import READY, SOCKET, STOPPING, Supervisor
 from hicache.service.server.admin import AdminCalls
 from hicache.service.server.cache import Served, open_cache, options_of
 from hicache.service.server.data import DataCalls
@@ -40,12 +40,14 @@ from hicache.service.server.door import DoorCalls
 from hicache.service.server.edge import Edge, options
 from hicache.service.server.health import HealthServer, Progress
 from hicache.service.server.hello import HelloServer
+from hicache.service.server.keeping import Keeper
 from hicache.service.server.metrics import MetricsServer
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.server.welcoming import Welcoming
 from hicache.service.snapshot import stats_of
 from hicache.service.sockets import SocketDirectory
+from hicache.tiers.host import HostTier
 
 STOP_S: Final = 8.0
 """How long a stop may take, from the signal on; the interpreter takes a little more to end."""
@@ -151,8 +153,9 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(config: ServeConfig) -> AsyncIterator[Server]:
-    """A server that takes sessions inside the block; leaving it stops the server, in both phases.
+async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIterator[Server]:
+    """A server that takes sessions inside the block; leaving it stops the server, in both phases. With a `keeper` it
+    goes on with the arena of the server before, and leaves its own to the next.
 
     Raises `BadRequest` naming a key, before anything is made that stays; `TierUnavailable`.
     """
@@ -176,10 +179,14 @@ async def serving(config: ServeConfig) -> AsyncIterator[Server]:
             publisher = Publisher(config.events_endpoint, config.events_replay_endpoint, clock)
             stack.callback(publisher.close)
             listeners.append(CopyEvents(publisher.tell))
-        served = await open_cache(opened_with, clock, listeners=listeners)
+        make_host = keeper.make_host if keeper is not None else HostTier
+        served = await open_cache(opened_with, clock, listeners=listeners, make_host=make_host)
         for each in listeners:
             each.tree = served.cache.tree
         await stack.enter_async_context(served.cache)
+        if keeper is not None:
+            keeper.restore(served.cache, served.host)
+            stack.push_async_callback(keeper.save, served.cache, served.host)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = Server(config, served, tasks, metrics)
         server.publisher = publisher
@@ -252,7 +259,12 @@ async def run(config: ServeConfig, *, ready: Callable[[Server], None]) -> None:
     os.umask(0o077)
     _keep_freed_memory()
     loop, supervisor = asyncio.get_running_loop(), Supervisor(os.environ)
-    async with serving(config) as server, asyncio.TaskGroup() as tasks:
+    keeper = None
+    if config.keep_arena:
+        if not supervisor.hears:
+            raise BadRequest("host.keep_arena", f"nobody is there to keep it: {SOCKET} is not in the environment")
+        keeper = Keeper(supervisor)
+    async with serving(config, keeper) as server, asyncio.TaskGroup() as tasks:
 
         def stop() -> None:
             if server.stopping.is_set():

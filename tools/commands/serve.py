@@ -30,7 +30,7 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
   socket_dir = "/run/hicache"        policy = "lru"         write_policy = "demote-on-evict"
   exclusive = false                  metadata_bytes = "1GiB"
   [layout]   num_layers, num_kv_heads, head_dim, dtype = "bfloat16", page_size
-  [host]     bytes = "64GiB"
+  [host]     bytes = "64GiB", keep_arena
   [nvme]     dir = ["/data/hicache"], bytes = "500GiB", min_free_bytes, write_bytes_per_day,
              codec
   [limits]   max_sessions, max_calls, max_calls_per_session, max_tokens, max_namespaces,
@@ -45,6 +45,13 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
 Over TCP, clients say connect("tls://HOST:PORT", token=...). The file knows the SHA-256 of
 the access token (printf %s TOKEN | sha256sum); with client_ca a client also needs a
 certificate of that authority. plain = true leaves out TLS, at a loopback address alone.
+
+With --keep-arena the supervisor holds the arena's memory while one server ends and the next
+starts (systemd with FileDescriptorStoreMax=8). After a stop all pages come back that still
+have their checksums; after a crash none do, but those on NVMe. Such memory cannot be sealed
+against writing: engines get a descriptor that was opened for reading, which a process of the
+server's own user, or root's, could open anew. Use it where engines are trusted with that, or
+run as another user.
 
 SIGTERM and SIGINT stop it: sessions that hold something have drain_s seconds to finish,
 then everything is given back. A second signal ends it at once; what was promised as
@@ -61,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
     parser.add_argument("--socket-dir", metavar="DIR", help="where the sockets lie; made if it is missing")
     parser.add_argument("--host", metavar="SIZE", help="host memory for pages, such as 64GiB")
+    parser.add_argument("--keep-arena", action="store_true", help="keep pages in memory over restarts; see below")
     parser.add_argument("--nvme-dir", action="append", metavar="DIR", help="directory on NVMe; may be given again")
     parser.add_argument("--nvme", metavar="SIZE", help="space for pages there")
     parser.add_argument("--tcp", metavar="HOST:PORT", help="serve engines on other machines, too; see below")
@@ -111,6 +119,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     for key, value in (
         ("socket_dir", args.socket_dir),
         ("host.bytes", args.host),
+        ("host.keep_arena", args.keep_arena or None),
         ("nvme.dir", args.nvme_dir),
         ("nvme.bytes", args.nvme),
         ("tcp.listen", args.tcp),
