@@ -9,17 +9,14 @@ from itertools import pairwise
 
 import torch
 
-from hicache.kernels import launch
 from hicache.kernels.checks import (
     HEAD_DIM_MAX,
     check_indptr,
+    check_launchable_query,
     check_most,
-    check_page_scales,
-    check_pages,
-    check_query,
+    check_pages_beside,
     check_tables,
     check_tensor,
-    stored_dtypes,
 )
 from hicache.kernels.decode import decode_variant, launch_decode, num_row_blocks, paged_decode_reference
 from hicache.kernels.errors import BadArgument
@@ -63,14 +60,10 @@ def cascade_decode(
     float32 [n], n at least what `splits.workspace_elements` says for the sum of both numbers of splits; for CUDA graphs
     as for `paged_decode`. Raises `BadArgument`.
     """
-    check_query(query, head_dim_max=HEAD_DIM_MAX)
-    launch.require_launchable("query", query.device)
-    shape = check_pages("pages", pages, query, stored_dtypes(query))
+    check_launchable_query(query, HEAD_DIM_MAX)
+    shape = check_pages_beside(query, pages, page_scales)
     num_seqs, num_heads, head_dim = query.shape
     device = query.device
-    if pages.device != device:
-        raise BadArgument("pages", f"is on {pages.device}, expected {device}")
-    check_page_scales("page_scales", page_scales, pages)
     check_tensor("group_indptr", group_indptr, (None,), dtype=torch.int32, device=device)
     num_groups = group_indptr.shape[0] - 1
     if num_groups < 0 or max(num_groups, num_seqs) > GRID_MAX:
@@ -85,9 +78,7 @@ def cascade_decode(
             (("shared_tables", "shared_lens"), shared_tables, shared_lens, num_groups),
         )
     )
-    check_scoring(scoring, num_heads, device)
-    if scoring.window is not None:
-        raise BadArgument("scoring.window", f"is {scoring.window}, expected None")
+    check_scoring(scoring, num_heads, device, takes_window=False)
     most = check_most("max_group", max_group, group_indptr, num_seqs)
 
     group = num_heads // shape.num_kv_heads

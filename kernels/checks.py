@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from hicache.kernels import launch
 from hicache.kernels.errors import BadArgument
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,6 +77,22 @@ def check_pages(
     if shape.page_size < 1:
         raise BadArgument(argument, "has pages of 0 tokens, expected at least 1")
     check_group(argument, shape.num_kv_heads, query)
+    return shape
+
+
+def check_launchable_query(query: torch.Tensor, head_dim_max: int | None = None) -> None:
+    """Refuse what `check_query` refuses, and a query where no kernel can be launched."""
+    check_query(query, head_dim_max=head_dim_max)
+    launch.require_launchable("query", query.device)
+
+
+def check_pages_beside(query: torch.Tensor, pages: torch.Tensor, page_scales: torch.Tensor | None) -> PageShape:
+    """Refuse what `check_pages` refuses of pages in the query's dtype or float8, pages that are not on its device, and
+    scales that do not fit them."""
+    shape = check_pages("pages", pages, query, stored_dtypes(query))
+    if pages.device != query.device:
+        raise BadArgument("pages", f"is on {pages.device}, expected {query.device}")
+    check_page_scales("page_scales", page_scales, pages)
     return shape
 
 

@@ -13,12 +13,10 @@ import triton.language as tl
 from hicache.kernels import language, launch
 from hicache.kernels.checks import (
     HEAD_DIM_MAX,
-    check_page_scales,
-    check_pages,
+    check_launchable_query,
+    check_pages_beside,
     check_positions,
-    check_query,
     check_tables,
-    stored_dtypes,
 )
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import attend_pages, finish, narrow, start, window_range
@@ -64,14 +62,10 @@ def paged_decode(
     output in the query's dtype; where all three are, nothing is, and the call can be captured in a CUDA graph. It does
     not wait for the device. Page ids and lengths are checked on the CPU only. Raises `BadArgument`.
     """
-    check_query(query, head_dim_max=HEAD_DIM_MAX)
-    launch.require_launchable("query", query.device)
-    shape = check_pages("pages", pages, query, stored_dtypes(query))
+    check_launchable_query(query, HEAD_DIM_MAX)
+    shape = check_pages_beside(query, pages, page_scales)
     num_seqs, num_heads, head_dim = query.shape
     device = query.device
-    if pages.device != device:
-        raise BadArgument("pages", f"is on {pages.device}, expected {device}")
-    check_page_scales("page_scales", page_scales, pages)
     max_tokens = check_tables(
         ("block_tables", "seq_lens"), block_tables, seq_lens, num_seqs,
         num_slots=shape.num_slots, page_size=shape.page_size, device=device,

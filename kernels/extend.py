@@ -16,14 +16,12 @@ from hicache.kernels.checks import (
     HEAD_DIM_MAX,
     check_group,
     check_indptr,
+    check_launchable_query,
     check_most,
-    check_page_scales,
-    check_pages,
+    check_pages_beside,
     check_positions,
-    check_query,
     check_tables,
     check_tensor,
-    stored_dtypes,
 )
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import absorb, attend_pages, finish, narrow, product, start, window_range
@@ -74,8 +72,7 @@ def paged_extend(
     otherwise, the output in the query's dtype. Page ids, lengths and offsets are checked on the CPU only.
     Raises `BadArgument`.
     """
-    check_query(query, head_dim_max=HEAD_DIM_MAX)
-    launch.require_launchable("query", query.device)
+    check_launchable_query(query, HEAD_DIM_MAX)
     num_tokens, num_heads, head_dim = query.shape
     device = query.device
     check_tensor("indptr", indptr, (None,), dtype=torch.int32, device=device)
@@ -87,16 +84,13 @@ def paged_extend(
 
     num_kv_heads, page_size = 0, 1
     if pages is not None:
-        shape = check_pages("pages", pages, query, stored_dtypes(query))
-        if pages.device != device:
-            raise BadArgument("pages", f"is on {pages.device}, expected {device}")
+        shape = check_pages_beside(query, pages, page_scales)
         if block_tables is None or prefix_lens is None:
             raise BadArgument("block_tables" if block_tables is None else "prefix_lens", "is None, but pages is given")
         check_tables(
             ("block_tables", "prefix_lens"), block_tables, prefix_lens, num_seqs,
             num_slots=shape.num_slots, page_size=shape.page_size, device=device,
         )  # fmt: skip
-        check_page_scales("page_scales", page_scales, pages)
         num_kv_heads, page_size = shape.num_kv_heads, shape.page_size
     if key is not None:
         check_tensor("key", key, (num_tokens, num_kv_heads or None, head_dim), dtype=query.dtype, device=device)

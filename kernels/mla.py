@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from hicache.kernels import language, launch
-from hicache.kernels.checks import check_query, check_tables, check_tensor, stored_dtypes
+from hicache.kernels.checks import check_launchable_query, check_tables, check_tensor, stored_dtypes
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.language import absorb, finish, narrow, product, start, widen
 from hicache.kernels.launch import Variant, ceil_div, next_power_of_2
@@ -57,8 +57,7 @@ def mla_decode(
     graphs and waiting. `scoring` without a window: no model of this kind has one. Writes into `output` [B, HQ, DL] and
     `lse` [B, HQ]; allocates what is not given. Raises `BadArgument`.
     """
-    check_query(query)
-    launch.require_launchable("query", query.device)
+    check_launchable_query(query)
     num_rows, num_heads, head_dim = query.shape
     device = query.device
     if not 16 <= latent_dim <= _LATENT_DIM_MAX or latent_dim & (latent_dim - 1):
@@ -78,9 +77,7 @@ def mla_decode(
         ("block_tables", "seq_lens"), block_tables, seq_lens, num_rows,
         num_slots=num_slots, page_size=page_size, device=device,
     )  # fmt: skip
-    check_scoring(scoring, num_heads, device)
-    if scoring.window is not None:
-        raise BadArgument("scoring.window", f"is {scoring.window}, expected None")
+    check_scoring(scoring, num_heads, device, takes_window=False)
     if num_rows > GRID_MAX:
         raise BadArgument("query", f"has {num_rows} rows, expected at most {GRID_MAX}")
     check_initial(initial, (num_rows, num_heads), latent_dim, device)

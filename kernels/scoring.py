@@ -28,13 +28,18 @@ class Scoring:
 PLAIN: Final = Scoring()
 
 
-def check_scoring(scoring: Scoring, num_heads: int, device: torch.device) -> None:
-    """Refuse what is outside the bounds stated at the fields, and sinks that are not one a head on `device`."""
+def check_scoring(
+    scoring: Scoring, num_heads: int, device: torch.device, *, takes_window: bool = True
+) -> None:
+    """Refuse what is outside the bounds stated at the fields, sinks that are not one a head on `device`, and a window
+    where none is taken."""
     cap, window, keep = scoring.soft_cap, scoring.window, scoring.keep_first
     if cap is not None and not 0 < cap < math.inf:
         raise BadArgument("scoring.soft_cap", f"is {cap}, expected a finite number above 0, or None")
     if window is not None and window < 1:
         raise BadArgument("scoring.window", f"is {window}, expected at least 1, or None")
+    if window is not None and not takes_window:
+        raise BadArgument("scoring.window", f"is {window}, expected None")
     if keep < 0 or (keep and window is None):
         raise BadArgument("scoring.keep_first", f"is {keep}, expected at least 0, and 0 without a window")
     if scoring.sinks is not None:
