@@ -72,12 +72,30 @@ class History(Generic[T]):
         """What is known of the longest prefix that ends in a node, at its end or before. What left the tree and comes
         back with more behind it is one run with that. Hashes the node page by page where its end is not known, so it is
         for new ones."""
-        # The end first: nodes that stand for others, in a shadow or a replay, have a digest and no pages to hash.
+        known = [record for _, record in self.parts(node) if record is not None]
+        return known[-1] if known else None
+
+    def parts(self, node: Node) -> list[tuple[int, T | None]]:
+        """The pages of a node, cut where a known prefix ends: how many, and what is known of the prefix that ends
+        there, in order; None for those behind the last one. A node whose end is known is one part. Costs as `within`.
+        """
+        # Nodes that stand for others, in a shadow or a replay, have a digest and no pages to hash.
+        prefixes = None
+        if node._chain is None:
+            prefixes = list(_prefixes_in(node))
+            node._chain = prefixes[-1]
         at_end = self.get(node)
         if at_end is not None:
-            return at_end
-        known = [record for prefix in _prefixes_in(node) if (record := self._records.get(prefix)) is not None]
-        return known[-1] if known else None
+            return [(node.num_pages, at_end)]
+        parts, before = list[tuple[int, T | None]](), 0
+        for place, prefix in enumerate(prefixes or _prefixes_in(node), 1):
+            record = self._records.get(prefix)
+            if record is not None:
+                parts.append((place - before, record))
+                before = place
+        if before < node.num_pages:
+            parts.append((node.num_pages - before, None))
+        return parts
 
     def put(self, node: Node, record: T) -> None:
         """Remember it; counts as the newest record."""

@@ -1,8 +1,8 @@
 """What a prompt goes on from, read off what is remembered of the prefixes on its path."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from hicache.node import Node
 
@@ -46,23 +46,18 @@ class Lineage:
         return self.num_known > COMMON_PAGES
 
 
-class Sized(Protocol):
-    """A part of a prompt: a node, or a stretch."""
-
-    @property
-    def num_pages(self) -> int: ...
-
-
-def lineage_of(path: Sequence[Sized], marks: Sequence[Mark | None], *, unit: int = 1) -> Lineage:
-    """The lineage of a prompt, from what is remembered of each of its parts, in order from its beginning. With `unit`,
-    so many pages count as one."""
-    num_known, turn, from_end = 0, 0, False
-    for node, mark in zip(path, marks, strict=True):
+def lineage_of(parts: Iterable[tuple[int, Mark | None]], *, unit: int = 1) -> Lineage:
+    """The lineage of a prompt, from the pages of each of its parts and what is remembered of it, in order from its
+    beginning. With `unit`, so many pages count as one."""
+    num_known, turn, from_end, num_pages, is_known = 0, 0, False, 0, True
+    for part_pages, mark in parts:
+        num_pages += part_pages
         if mark is None:
-            break
-        num_known += node.num_pages
-        turn, from_end = min(mark.turn + 1, TURNS_MAX), mark.ended
-    num_pages = -(-sum([node.num_pages for node in path]) // unit)
+            is_known = False
+        elif is_known:
+            num_known += part_pages
+            turn, from_end = min(mark.turn + 1, TURNS_MAX), mark.ended
+    num_pages = -(-num_pages // unit)
     num_known = -(-num_known // unit)
     if num_known <= COMMON_PAGES:
         turn, from_end = 0, False

@@ -89,7 +89,9 @@ class PredictedAdmission:
     def used(self, use: Use) -> None:
         stretches = cut(use.path, self._stretches.stride)
         known = self._stretches.known(stretches)
-        lineage = lineage_of(stretches, known, unit=self._stretches.stride)
+        lineage = lineage_of(
+            zip([stretch.num_pages for stretch in stretches], known, strict=True), unit=self._stretches.stride
+        )
         last, records = len(stretches) - 1, []
         for place, (stretch, before) in enumerate(zip(stretches, known, strict=True)):
             if before is not None:

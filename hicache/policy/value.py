@@ -157,8 +157,8 @@ class ValuePolicy:
         now, path = self._uses, use.path
         if now % REFRESH_USES == 0:
             self._refresh()
-        records = [self._records.get(node) for node in path]
-        lineage = lineage_of(path, records)
+        parts = [self._records.parts(node) for node in path]
+        lineage = lineage_of(part for of_node in parts for part in of_node)
         if lineage.goes_on:
             kind, size = 2 * lineage.turn - lineage.from_end, bisect_left(ADDED, lineage.num_added)
         else:
@@ -167,13 +167,15 @@ class ValuePolicy:
         batches: dict[int, _Batch] = {}
         # Tail before head, so that of nodes with equal worth the tail leaves first.
         for place in range(len(path) - 1, -1, -1):
-            node, known = path[place], records[place]
+            node = path[place]
             is_tail, ended, total, gap = place == len(path) - 1, ends_at(path, place), 1.0, 0
-            if known is not None:
-                ended = ended or known.ended
-                total += known.total * 2.0 ** (-DECAY * (now - known.at))
-                gap = 1 + bisect_left(GAPS, now - known.at)
-                self._count(known, node.num_pages)
+            # A run that comes back with more behind it has the past of what it begins with.
+            for num_pages, known in parts[place]:
+                if known is not None:
+                    ended = ended or (known.ended and num_pages == node.num_pages)
+                    total = 1.0 + known.total * 2.0 ** (-DECAY * (now - known.at))
+                    gap = 1 + bisect_left(GAPS, now - known.at)
+                    self._count(known, num_pages)
             index = self._class(_Class(prompt + is_tail, gap, min(int(2 * log2(total)), SUMS_MAX)))
             batch = batches.get(index)
             if batch is None:

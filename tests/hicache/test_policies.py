@@ -147,7 +147,7 @@ def test_arguments_that_cannot_be_are_named(make: Callable[[], EvictionPolicy], 
         make()
 
 
-@pytest.mark.parametrize(("name", "num_uses"), [("s3-fifo", 1), ("lrfu", 4)])
+@pytest.mark.parametrize(("name", "num_uses"), [("s3-fifo", 1), ("lrfu", 4), ("value", 4)])
 def test_what_left_is_known_when_it_comes_back_within_a_longer_run(name: str, num_uses: int) -> None:
     """A prompt that was used, evicted and asked again with more behind it, beside one that is new."""
     policy = policies_named(name, {HOST: 16})[HOST]
