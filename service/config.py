@@ -18,6 +18,7 @@ from hicache.policies import LRU, check_policy
 from hicache.quotas import TenantQuota
 from hicache.service.listening import Address, Tcp
 from hicache.service.sockets import default_directory
+from hicache.service.wire import longest_request
 from hicache.write_policy import WritePolicy
 
 MAX_SECONDS: Final = 86_400.0
@@ -50,6 +51,8 @@ class Limits:
     """Staging memory of one session."""
     total_staging_bytes: int = 4 << 30
     """Staging memory of all sessions."""
+    message_bytes: int = 512 << 20
+    """What clients have sent and the server has not answered yet, over all calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,9 @@ class ServeConfig:
             raise BadRequest("events.endpoint", "is given together with events.replay_endpoint")
         if self.limits.staging_bytes > self.limits.total_staging_bytes:
             raise BadRequest("limits.staging_bytes", "is more than limits.total_staging_bytes")
+        longest = longest_request(self.limits.max_tokens)
+        if self.limits.message_bytes < longest:
+            raise BadRequest("limits.message_bytes", f"is less than {longest}: one prompt of limits.max_tokens")
 
 
 def _flat(settings: Mapping[str, object], prefix: str) -> dict[str, object]:
@@ -294,6 +300,7 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "limits.leased_share": _share,
     "limits.staging_bytes": _bytes,
     "limits.total_staging_bytes": _bytes,
+    "limits.message_bytes": _bytes,
     "times.lease_s": _seconds,
     "times.attach_s": _seconds,
     "times.max_call_s": _seconds,

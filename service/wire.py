@@ -54,6 +54,11 @@ _LENGTH: Final = struct.Struct("<I")
 _M = TypeVar("_M", bound=Message)
 
 
+def longest_request(max_tokens: int) -> int:
+    """Bytes of the longest request that a server takes whose prompts have so many tokens at most."""
+    return max(4 * max_tokens, PIECE_BYTES) + OVERHEAD_BYTES
+
+
 def path_of(method: MethodDescriptor) -> str:
     """The method's name on the wire, "/hicache.v1.Cache/Lookup" say."""
     return f"/{method.containing_service.full_name}/{method.name}"

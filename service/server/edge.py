@@ -24,13 +24,17 @@ from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
 from hicache.service.errors import Forbidden, LimitReached, ServerFailure, UnknownSession, to_wire
 from hicache.service.metrics import CallTimes
+from hicache.service.server.intake import Intake
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
-from hicache.service.wire import ACCESS_METADATA, ERROR_METADATA, OVERHEAD_BYTES, PIECE_BYTES, TOKEN_METADATA, parse
+from hicache.service.wire import ACCESS_METADATA, ERROR_METADATA, TOKEN_METADATA, longest_request, parse
 
 REPLY_S: Final = 0.25
 """So long before a call's deadline the server stops waiting, or a fifth of its time before where that is less: an
 answer with what there is then still arrives."""
+
+LOOKAHEAD_BYTES: Final = 256 << 10
+"""What a connection may hold of a message that is not being received yet."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _log = logging.getLogger(__name__)
@@ -68,14 +72,17 @@ class Edge:
         max_call_s: float,
         sessions: Sessions | None,
         times: CallTimes,
+        intake: Intake,
         access_sha256: bytes | None = None,
     ) -> None:
         """`sessions`: where tokens are looked up; None for a service whose calls carry none. `times`: where calls are
-        counted, but for a session's stream. `access_sha256`: of the access token that every call must carry."""
+        counted, but for a session's stream. `intake`: receives the calls' messages, but for a stream's.
+        `access_sha256`: of the access token that every call must carry."""
         self._clock: Final = clock
         self._max_call_s: Final = max_call_s
         self._sessions: Final = sessions
         self._times: Final = times
+        self._intake: Final = intake
         self._access_sha256: Final = access_sha256
 
     def handler(self, service: ServiceDescriptor, calls: object) -> grpc.GenericRpcHandler:
@@ -92,35 +99,43 @@ class Edge:
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._stream(call))
         if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._unary_stream(method.name, kind, call))
-        return grpc.unary_unary_rpc_method_handler(self._unary(method.name, kind, call))
+            return grpc.stream_stream_rpc_method_handler(self._unary_stream(method.name, kind, call))
+        return grpc.stream_unary_rpc_method_handler(self._unary(method.name, kind, call))
 
-    def _unary(self, name: str, kind: type[Message], answer: Unary) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        async def handle(data: bytes, context: Context) -> bytes:
-            remaining = self._remaining(context)
+    # The one message of the next two is received by `Intake`, not by gRPC, which would do it unasked.
+
+    def _unary(self, name: str, kind: type[Message], answer: Unary) -> Callable[[object, Context], Awaitable[bytes]]:
+        async def handle(_: object, context: Context) -> bytes:
+            remaining, data = self._remaining(context), b""
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
+                        data = await self._intake.receive(context)
                         return (await answer(call, parse(kind, data))).SerializeToString()
             except Exception as error:
                 await _refuse(context, error)
                 raise
+            finally:
+                self._intake.let_go(data)
 
         return handle
 
     def _unary_stream(
         self, name: str, kind: type[Message], answer: Streaming
-    ) -> Callable[[bytes, Context], AsyncIterator[bytes]]:
-        async def handle(data: bytes, context: Context) -> AsyncIterator[bytes]:
-            remaining = self._remaining(context)
+    ) -> Callable[[object, Context], AsyncIterator[bytes]]:
+        async def handle(_: object, context: Context) -> AsyncIterator[bytes]:
+            remaining, data = self._remaining(context), b""
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
+                        data = await self._intake.receive(context)
                         async for reply in answer(call, parse(kind, data)):
                             yield reply.SerializeToString()
             except Exception as error:
                 await _refuse(context, error)
                 raise
+            finally:
+                self._intake.let_go(data)
 
         return handle
 
@@ -223,10 +238,13 @@ def _known(error: Exception) -> HicacheError | None:
 def options(max_tokens: int) -> Sequence[tuple[str, int]]:
     """Settings of a server that takes prompts of so many tokens: nothing longer is read from a socket."""
     return (
-        ("grpc.max_receive_message_length", max(4 * max_tokens, PIECE_BYTES) + OVERHEAD_BYTES),
+        ("grpc.max_receive_message_length", longest_request(max_tokens)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.so_reuseport", 0),
+        # Otherwise windows grow with the speed of a connection, and hold what nobody has asked for yet.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     )
 
 

@@ -29,7 +29,7 @@ BEAT_S: Final = 0.25
 STALE_S: Final = 2.0
 """A loop that has not shown itself for so long stands still."""
 STUCK_S: Final = 10.0
-"""A lane on which nothing has moved for so long, although something waits, is stuck."""
+"""A lane on which nothing has ended for so long, although something waits or is under way, is stuck."""
 MAX_CHECKS: Final = 16
 """Checks under way at a time."""
 
@@ -72,7 +72,7 @@ class Progress:
             stats = lane.stats
             num_ended = stats.pages + stats.failed + stats.cancelled
             before = self._moved.get(lane.name)
-            if before is None or before[0] != num_ended or not stats.queued_pages:
+            if before is None or before[0] != num_ended or not (stats.queued_pages or stats.in_flight_pages):
                 self._moved[lane.name] = num_ended, now
         moves = all(now - at < STUCK_S for _, at in self._moved.values()) if self._has_nvme else None
         return Pulse(now, self._is_accepting(), moves)

@@ -40,6 +40,7 @@ from hicache.service.server.door import DoorCalls
 from hicache.service.server.edge import Edge, options
 from hicache.service.server.health import HealthServer, Progress
 from hicache.service.server.hello import HelloServer
+from hicache.service.server.intake import Intake
 from hicache.service.server.keeping import Keeper
 from hicache.service.server.metrics import MetricsServer
 from hicache.service.server.sessions import Sessions
@@ -194,7 +195,8 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
 
         data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions)
         times = server.call_times
-        edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times)
+        intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
+        edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake)
         calls = DataCalls(server.cache, served.host, server.sessions, server.storing)
         data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
         await _listen(data, directory / wire.DATA_SOCKET)
@@ -203,7 +205,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         if config.tcp is not None and remote is not None:
             server.tcp_port = tcp_port
             door = Edge(
-                clock, max_call_s=config.times.max_call_s, sessions=None, times=times,
+                clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=intake,
                 access_sha256=config.tcp.token_sha256,
             )  # fmt: skip
             remote.add_generic_rpc_handlers((
@@ -217,9 +219,8 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
             server.cache, server.sessions, server.storing,
             status=server.status, drain=server.stop, start=server.start,
         )  # fmt: skip
-        admin.add_generic_rpc_handlers((
-            Edge(clock, max_call_s=config.times.max_call_s, sessions=None, times=times).handler(wire.ADMIN, owners),
-        ))
+        alone = Edge(clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=intake)
+        admin.add_generic_rpc_handlers((alone.handler(wire.ADMIN, owners),))
         reflection.enable_server_reflection((wire.ADMIN.full_name, wire.CACHE.full_name), admin)
         await _listen(admin, directory / wire.ADMIN_SOCKET)
         stack.push_async_callback(admin.stop, CUT_OFF_S)

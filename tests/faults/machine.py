@@ -99,3 +99,57 @@ def _throttle(group: Path, device: str, bytes_per_s: int) -> None:
     """0 for no bound."""
     for way in ("read", "write"):
         (group / f"blkio.throttle.{way}_bps_device").write_text(f"{device} {bytes_per_s}")
+
+
+class MemoryGroup:
+    """A group of processes that may not have more memory together than it was made for: who wants more is killed."""
+
+    def __init__(self, directory: Path, peak: str) -> None:
+        self._directory = directory
+        self._peak = peak
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Processes that are begun within the block belong to the group for good."""
+        own = _group_of(os.getpid(), self._directory.parent)
+        (self._directory / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (own / "cgroup.procs").write_text(str(os.getpid()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that its processes have had together."""
+        return int((self._directory / self._peak).read_text())
+
+
+@contextmanager
+def memory_group(num_bytes: int) -> Iterator[MemoryGroup]:
+    """A group whose processes, which end within the block, have so many bytes of memory together. Takes cgroup v2 or
+    v1, whatever has a memory controller here."""
+    need_root()
+    kinds = (
+        (Path("/sys/fs/cgroup"), "cgroup.controllers", "memory.max", "memory.peak"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
+    )
+    for root, sign, limit, peak in kinds:
+        if (root / sign).exists():
+            group = root / f"hicache-memory-{os.getpid()}"
+            group.mkdir()
+            try:
+                (group / limit).write_text(str(num_bytes))
+                yield MemoryGroup(group, peak)
+            finally:
+                group.rmdir()
+            return
+    raise AssertionError("this test limits memory and needs the memory controller of a control group")
+
+
+def _group_of(pid: int, root: Path) -> Path:
+    """Where a process is among the groups below `root`."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if root.name in controllers.split(",") or (not controllers and root.name == "cgroup"):
+            return root / path.lstrip("/")
+    raise AssertionError(f"process {pid} is in no group below {root}")

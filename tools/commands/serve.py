@@ -34,7 +34,8 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
   [nvme]     dir = ["/data/hicache"], bytes = "500GiB", min_free_bytes, write_bytes_per_day,
              codec
   [limits]   max_sessions, max_calls, max_calls_per_session, max_tokens, max_namespaces,
-             max_handles, max_leases, leased_share, staging_bytes, total_staging_bytes
+             max_handles, max_leases, leased_share, staging_bytes, total_staging_bytes,
+             message_bytes
   [times]    lease_s, attach_s, max_call_s, drain_s
   [metrics]  port = 9464             (Prometheus, at http://127.0.0.1:9464/metrics)
   [events]   endpoint = "ipc:///run/hicache/events", replay_endpoint   (KV events over ZMQ)

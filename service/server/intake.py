@@ -1,0 +1,47 @@
+"""How much of what clients send is in the server's memory at a time.
+
+gRPC receives the one message of an ordinary call before anybody is asked, a thousand of four megabytes at once if need
+be. So the methods are served as if clients streamed, which is the same on the wire: a call is looked at first, and its
+message is received only then, and within a bound of all messages together.
+"""
+
+from typing import Any, Final
+
+import grpc.aio
+
+from hicache.errors import BadRequest
+from hicache.service.errors import LimitReached
+
+
+class Intake:
+    """Receives messages, for all services of a server. Belongs to the event loop.
+
+    Args:
+        message_bytes_max: of one message.
+        bytes_max: of all messages of calls under way; each counts as the longest until it is there.
+    """
+
+    def __init__(self, message_bytes_max: int, bytes_max: int) -> None:
+        self._longest: Final = message_bytes_max
+        self._max: Final = bytes_max
+        self._num_bytes = 0
+
+    async def receive(self, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
+        """A call's message, to be given back by `let_go` when the call has ended. Waits for the client. Raises
+        `LimitReached` before anything is received, `BadRequest` where none comes."""
+        if self._num_bytes + self._longest > self._max:
+            raise LimitReached(f"messages of {self._num_bytes} bytes are under way", field="message_bytes")
+        self._num_bytes += self._longest
+        data = b""
+        try:
+            received = await context.read()
+            if received is grpc.aio.EOF:
+                raise BadRequest("message", "is missing")
+            data = bytes(received)
+        finally:
+            self._num_bytes += len(data) - self._longest
+        return data
+
+    def let_go(self, data: bytes) -> None:
+        """The call whose message this was has ended."""
+        self._num_bytes -= len(data)
