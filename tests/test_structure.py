@@ -41,7 +41,7 @@ THIRD_PARTY: Final = {
     "kernels": {"llvmlite", "numba", "numpy", "torch", "triton"},
     "hicache": {"numpy", "sortedcontainers"},
     "tiers": _TIERS,
-    "service": _SERVICE,
+    "service": _SERVICE | {"opentelemetry"},
     "tools": _SERVICE | {"PIL", "rich", "tokenizers", "triton"},
 }
 """Packages beside the standard library that a folder may import. Tests may import anything."""

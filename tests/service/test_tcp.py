@@ -214,7 +214,7 @@ def test_pieces_that_are_not_the_sessions_own_are_refused(tmp_path: Path) -> Non
         # Whoever has a session's token may have its pages this way too, shared memory or not.
         mine = ((wire.TOKEN_METADATA, client.welcome.token),)
         lease, page = client.acquire(Prompt(NAMESPACE, range(2 * PAGE))), LAYOUT.page_bytes
-        ours = {"lease": lease._granted.lease_id, "index": 1, "offset": 1, "length": page - 1}
+        ours: dict[str, Any] = {"lease": lease._granted.lease_id, "index": 1, "offset": 1, "length": page - 1}
         got = call(wire.CACHE, "Read", pb.ReadRequest(**ours), pb.ReadReply, mine)
         assert (got.data, got.checksum) == (page_bytes(range(2 * PAGE), 1)[1:], crc32c(got.data))
         for field, value in (
@@ -231,7 +231,8 @@ def test_pieces_that_are_not_the_sessions_own_are_refused(tmp_path: Path) -> Non
             call(wire.CACHE, "Read", pb.ReadRequest(**ours), pb.ReadReply, mine)
 
         with client.reserve(Prompt(NAMESPACE, range(3 * PAGE))) as reservation:
-            piece = {"reservation": reservation._reserved.reservation_id, "data": b"abc", "checksum": crc32c(b"abc")}
+            piece: dict[str, Any] = {"reservation": reservation._reserved.reservation_id, "data": b"abc"}
+            piece["checksum"] = crc32c(b"abc")
             call(wire.CACHE, "Write", pb.WriteRequest(**piece, offset=page - 3), pb.WriteReply, mine)
             assert reservation[0][-3:] == b"abc"
             for field, changed in (("index", {"index": 1}), ("data", {"offset": page - 2}), ("data", {"data": b""})):
@@ -299,7 +300,7 @@ def test_addresses_that_are_none_are_refused(wrong: str) -> None:
 
 def test_the_command_says_where_it_listens(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.server
-    options = {"tcp__token_sha256": f'"{DIGEST}"', "tcp__cert": f'"{cert}"', "tcp__key": f'"{key}"'}
+    options: dict[str, Any] = {"tcp__token_sha256": f'"{DIGEST}"', "tcp__cert": f'"{cert}"', "tcp__key": f'"{key}"'}
     server = ServerProcess(tmp_path, ["--tcp", "127.0.0.1:0", *arguments(**options)])
     try:
         where = server.said.rpartition(" ")[2]
