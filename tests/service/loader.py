@@ -19,7 +19,7 @@ def main(directory: str, seed: int) -> int:
         print("begun", flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
             try:
-                if not _act(client, draw):
+                if not act(client, draw):
                     print("WRONG BYTES", flush=True)
                     return 3
             except HicacheError:
@@ -27,7 +27,7 @@ def main(directory: str, seed: int) -> int:
     return 0
 
 
-def _act(client: Client, draw: random.Random) -> bool:
+def act(client: Client, draw: random.Random) -> bool:
     """One random act; False for a wrong byte."""
     # Few families of prompts, so that clients meet: each is its own prefix and then its own continuation.
     family, length = draw.randrange(6), draw.randrange(1, 9)

@@ -10,10 +10,11 @@ from typing import Any, Final, Self
 import grpc
 import pytest
 
-from hicache.errors import HicacheError
+from hicache.errors import BadRequest, HicacheError
 from hicache.service import wire
 from hicache.service.client import Client, Prompt, connect
 from hicache.service.client.transport import error_of, say_hello
+from hicache.service.errors import VersionMismatch
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.process import Server
 from hicache.service.server.sessions import MAX_ABANDONED
@@ -21,6 +22,8 @@ from hicache.tier import HOST
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
 
+UNKNOWN_FIELD: Final = b"\xba\x3e\x03abc"
+"""Field 999 of any message."""
 TOKENS: Final = range(3 * PAGE)
 """What a well-behaved client has stored."""
 
@@ -110,12 +113,38 @@ def test_bytes_that_are_no_message(raw: Raw, data: bytes) -> None:
         assert raw.refused(method, data) == "bad_request"
 
 
-def test_fields_and_enum_values_of_another_version(raw: Raw) -> None:
-    """I32, I36: what this version does not know is refused, at any depth, instead of being left out."""
-    unknown = b"\xba\x3e\x03abc"  # field 999
-    assert raw.refused("Lookup", unknown) == "bad_request"
-    assert raw.refused("Lookup", b"\x0a" + bytes([len(unknown)]) + unknown) == "bad_request"
+@pytest.mark.parametrize("method", [method.name for method in wire.CACHE.methods if not method.client_streaming])
+def test_fields_of_another_version(raw: Raw, method: str) -> None:
+    """I32, I36, F30: what this version does not know is refused by every method, instead of being left out."""
+    assert raw.refused(method, UNKNOWN_FIELD) == "bad_request"
+
+
+@pytest.mark.parametrize("method", [method.name for method in wire.ADMIN.methods])
+def test_fields_of_another_version_from_the_owner(server: ThreadServer, method: str) -> None:
+    """I32, I36, F30."""
+    path = wire.path_of(wire.ADMIN.methods_by_name[method])
+    with grpc.insecure_channel(wire.address(str(server.directory / wire.ADMIN_SOCKET))) as channel:
+        call = channel.unary_stream(path, bytes, bytes)  # of one answer or several
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(UNKNOWN_FIELD, timeout=WAIT_S))
+    assert isinstance(error_of(refused.value), BadRequest)
+
+
+def test_fields_and_enum_values_of_another_version_at_any_depth(raw: Raw) -> None:
+    """I32, I36, F30."""
+    assert raw.refused("Lookup", b"\x0a" + bytes([len(UNKNOWN_FIELD)]) + UNKNOWN_FIELD) == "bad_request"
     assert raw.refused("Commit", b"\x10\x09") == "bad_request"  # durability 9
+
+
+@pytest.mark.parametrize("protocol", [0, wire.PROTOCOL + 1, 2**32 - 1])
+def test_other_protocols_are_refused_before_a_session_begins(server: ThreadServer, protocol: int) -> None:
+    """I36, F30: an older client and newer ones, and a hello with a field of a later version."""
+    before = server.call(lambda inside: inside.sessions.num_begun)
+    with pytest.raises(VersionMismatch):
+        say_hello(server.directory, pb.Hello(protocol=protocol), WAIT_S)
+    with pytest.raises(BadRequest):
+        say_hello(server.directory, pb.Hello.FromString(b"\x08\x01" + UNKNOWN_FIELD), WAIT_S)
+    assert server.call(lambda inside: inside.sessions.num_begun) == before
 
 
 def test_tokens_that_are_none(raw: Raw) -> None:
