@@ -81,6 +81,11 @@ def _requests(reservation: int) -> dict[str, Any]:
         "Evict": pb.EvictRequest(tier=pb.TIER_HOST, num_pages=HOST_PAGES),
         "Verify": pb.VerifyRequest(),
         "Flush": pb.FlushRequest(),
+        "Read": pb.ReadRequest(lease=1, length=1),
+        "Write": pb.WriteRequest(reservation=1, data=b"x"),
+        "PinPrefix": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
+        "UnpinPrefix": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
+        "Browse": pb.BrowseRequest(max_nodes=10),
         "Drain": pb.DrainRequest(),
     }
 
@@ -221,6 +226,8 @@ def every_call_ends(tmp_path: Path, nvme: Path, troubles: set[str]) -> None:
             for names in AT_ONCE:
                 statuses |= caller.in_time(names, requests)
         answered = {grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        # What is asked of a lease that there is not is refused at once.
+        assert statuses.pop("Read") is statuses.pop("Write") is grpc.StatusCode.FAILED_PRECONDITION
         assert set(statuses.values()) <= answered, statuses
         for peer in peers:
             peer.end()
