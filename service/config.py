@@ -4,6 +4,7 @@
 the file. What the table does not name is refused.
 """
 
+import grp
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class ServeConfig:
     keep_arena: bool = False
     """Whether the arena outlives the server, in the hands of a supervisor."""
     socket_dir: Path = field(default_factory=default_directory)
+    socket_group: int | None = None
+    """Group whose members may be engines beside the server's own user; None for nobody else."""
     nvme_dirs: tuple[Path, ...] = ()
     nvme_bytes: int | None = None
     nvme_min_free_bytes: int = 0
@@ -247,6 +250,16 @@ def _path(key: str, value: object) -> Path:
     return Path(_text(key, value))
 
 
+def _group_id(key: str, value: object) -> int:
+    """A group by its number or its name."""
+    if isinstance(value, str):
+        try:
+            return grp.getgrnam(value).gr_gid
+        except KeyError:
+            raise BadRequest(key, f"{value!r:.80} is no group of this machine") from None
+    return whole(key, value, 0, (1 << 32) - 2)
+
+
 def _paths(key: str, value: object) -> tuple[Path, ...]:
     values = value if isinstance(value, list) else [value]
     return tuple([_path(key, each) for each in values])
@@ -273,6 +286,7 @@ def _write_policy(key: str, value: object) -> str:
 
 KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "socket_dir": _path,
+    "socket_group": _group_id,
     "layout.num_layers": _count,
     "layout.num_kv_heads": _count,
     "layout.head_dim": _count,
@@ -329,6 +343,7 @@ REQUIRED: Final = ("layout.num_layers", "layout.num_kv_heads", "layout.head_dim"
 
 _FIELDS: Final = {
     "socket_dir": "socket_dir",
+    "socket_group": "socket_group",
     "host.keep_arena": "keep_arena",
     "nvme.dir": "nvme_dirs",
     "nvme.bytes": "nvme_bytes",

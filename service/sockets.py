@@ -1,4 +1,5 @@
-"""The directory in which a server's sockets lie: whose it is, and who may enter.
+"""The directory in which a server's sockets lie: whose it is, and who may enter: its owner alone or, where that was
+asked for, one group as well, for the sockets that engines need.
 
 A server claims the directory before it makes a socket there, and holds it by a lock on a file inside for as long as it
 runs; the kernel lets go of the lock with the process. So a socket that is found under the lock belongs to nobody,
@@ -33,8 +34,9 @@ def default_directory() -> Path:
 class SocketDirectory:
     """A claimed directory. `close` removes the sockets and lets go of it."""
 
-    def __init__(self, path: Path) -> None:
-        """Make the directory if it is missing, claim it, and remove sockets that a server before has left.
+    def __init__(self, path: Path, group: int | None = None) -> None:
+        """Make the directory if it is missing, claim it, and remove sockets that a server before has left. `group`: who
+        may enter beside its owner, which alone lets nobody do anything there: see `share`.
 
         Raises `BadRequest` naming "socket_dir" for one that is not this user's alone or that a server uses, for a path
         that is too long, and for a file or a foreign socket in the way. Only a missing directory is made; nothing that
@@ -50,7 +52,8 @@ class SocketDirectory:
             pass
         except OSError as error:
             raise _refusal(self.path, f"cannot be made: {error.strerror}") from None
-        self._fd = _open_own_directory(self.path)
+        self._group: Final = group
+        self._fd = _open_own_directory(self.path, group)
         try:
             self._lock = self._take_lock()
             try:
@@ -65,6 +68,12 @@ class SocketDirectory:
 
     def __truediv__(self, name: str) -> str:
         return os.fspath(self.path / name)
+
+    def share(self, name: str) -> None:
+        """Let the group connect to a socket, if there is one."""
+        if self._group is not None:
+            os.chown(name, -1, self._group, dir_fd=self._fd, follow_symlinks=False)
+            os.chmod(self / name, 0o660)
 
     def close(self) -> None:
         """Remove the sockets and let go of the directory, which stays."""
@@ -109,20 +118,27 @@ class SocketDirectory:
         raise _refusal(self.path, f"{name!r} is in use by another program")
 
 
-def _open_own_directory(path: Path) -> int:
+def _open_own_directory(path: Path, group: int | None) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise _refusal(path, f"is no directory that can be used: {error.strerror}") from None
-    status = os.fstat(fd)
-    problem = ""
-    if status.st_uid != os.geteuid():
-        problem = f"belongs to user {status.st_uid}, not to {os.geteuid()} who runs the server"
-    elif status.st_mode & 0o077:
-        problem = f"others may enter it (mode {status.st_mode & 0o777:04o}); chmod 700 it"
-    if problem:
+    try:
+        status = os.fstat(fd)
+        others = 0o077 if group is None or status.st_gid != group else 0o067
+        if status.st_uid != os.geteuid():
+            raise _refusal(path, f"belongs to user {status.st_uid}, not to {os.geteuid()} who runs the server")
+        if status.st_mode & others:
+            raise _refusal(path, f"others may enter it (mode {status.st_mode & 0o777:04o}); chmod 700 it")
+        if group is not None:
+            try:
+                os.fchown(fd, -1, group)
+                os.fchmod(fd, 0o710)
+            except OSError as error:
+                raise BadRequest("socket_group", f"{path} cannot be given to group {group}: {error.strerror}") from None
+    except BaseException:
         os.close(fd)
-        raise _refusal(path, problem)
+        raise
     return fd
 
 

@@ -35,8 +35,10 @@ _log = logging.getLogger(__name__)
 class HelloServer:
     """Answers hellos. Belongs to the event loop."""
 
-    def __init__(self, path: str, welcoming: Welcoming, host: HostTier) -> None:
-        """Bind the socket at `path`, where nothing is. The arena that it hands out is the one of `host`."""
+    def __init__(self, path: str, welcoming: Welcoming, host: HostTier, *, has_group: bool = False) -> None:
+        """Bind the socket at `path`, where nothing is. The arena that it hands out is the one of `host`. `has_group`:
+        whoever could connect is let in; else the server's own user and root."""
+        self._has_group: Final = has_group
         self._welcoming: Final = welcoming
         self._host: Final = host
         self._generations_fd: Final = host.share_generations()
@@ -80,7 +82,7 @@ class HelloServer:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
         hello = wire.parse(pb.Hello, await _read_frame(connection))
-        if uid not in (os.geteuid(), 0):
+        if uid not in (os.geteuid(), 0) and not self._has_group:
             raise Forbidden("this user may not use this server")
         self._welcoming.check(hello)
         # Asked for before anything is allocated: the process may be gone.

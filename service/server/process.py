@@ -48,6 +48,7 @@ from hicache.service.server.storing import Storing
 from hicache.service.server.welcoming import Welcoming
 from hicache.service.snapshot import stats_of
 from hicache.service.sockets import SocketDirectory
+from hicache.service.tracing import Tracing
 from hicache.tiers.host import HostTier
 
 STOP_S: Final = 8.0
@@ -162,13 +163,16 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
     """
     clock, opened_with = SystemClock(), options_of(config)
     async with AsyncExitStack() as stack:
-        directory = SocketDirectory(config.socket_dir)
+        directory = SocketDirectory(config.socket_dir, config.socket_group)
         stack.callback(directory.close)
+        tracing = Tracing.asked_for(os.environ)
+        if tracing is not None:
+            stack.callback(tracing.close)
         remote, tcp_port = None, None
         if config.tcp is not None:
             config.tcp.check_free()
             credentials = config.tcp.credentials()
-            remote = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, KEEPALIVE)
+            remote = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, tracing, KEEPALIVE)
             stack.push_async_callback(remote.stop, None)
             tcp_port = _bind(remote, str(config.tcp.address), credentials)
         metrics = None
@@ -193,13 +197,14 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         server.publisher = publisher
         stack.callback(server.storing.close)
 
-        data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions)
+        data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, tracing)
         times = server.call_times
         intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
         edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake)
         calls = DataCalls(server.cache, served.host, server.sessions, server.storing)
         data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
         await _listen(data, directory / wire.DATA_SOCKET)
+        directory.share(wire.DATA_SOCKET)
         stack.push_async_callback(data.stop, CUT_OFF_S)
         welcoming = Welcoming(server.sessions, served.host, config.tenants)
         if config.tcp is not None and remote is not None:
@@ -214,7 +219,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
             await remote.start()
             stack.push_async_callback(remote.stop, CUT_OFF_S)
 
-        admin = _grpc_server(config, MAX_ADMIN_CALLS)
+        admin = _grpc_server(config, MAX_ADMIN_CALLS, tracing)
         owners = AdminCalls(
             server.cache, server.sessions, server.storing,
             status=server.status, drain=server.stop, start=server.start,
@@ -240,8 +245,11 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
             stack.callback(tasks.create_task(watching).cancel)
         health = HealthServer(directory / wire.HEALTH_SOCKET, progress, clock)
         stack.callback(health.close)
-        hello = HelloServer(directory / wire.HELLO_SOCKET, welcoming, served.host)
+        hello = HelloServer(
+            directory / wire.HELLO_SOCKET, welcoming, served.host, has_group=config.socket_group is not None
+        )
         stack.callback(hello.close)
+        directory.share(wire.HELLO_SOCKET)
         stack.callback(tasks.create_task(hello.run()).cancel)
         stack.push_async_callback(server.cut_off)
         try:
@@ -295,10 +303,12 @@ def _keep_freed_memory() -> None:
 
 
 def _grpc_server(
-    config: ServeConfig, max_calls: int, more: Sequence[tuple[str, int]] = ()
+    config: ServeConfig, max_calls: int, tracing: Tracing | None, more: Sequence[tuple[str, int]] = ()
 ) -> grpc.aio.Server:
     return grpc.aio.server(
-        options=[*options(config.limits.max_tokens), *more], maximum_concurrent_rpcs=max_calls
+        interceptors=[tracing] if tracing is not None else None,
+        options=[*options(config.limits.max_tokens), *more],
+        maximum_concurrent_rpcs=max_calls,
     )
 
 

@@ -36,7 +36,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
         "times__lease_s": 1, "times__attach_s": 0.5, "times__max_call_s": 2, "times__drain_s": 3, "metrics__port": 9464,
         "events__endpoint": "ipc:///run/hicache/events", "events__replay_endpoint": "tcp://127.0.0.1:5558",
         "tcp__listen": "127.0.0.1:7443", "tcp__token_sha256": "ab" * 32, "tcp__plain": False, "tcp__cert": "a.pem",
-        "host__keep_arena": True, "tcp__key": "a.key", "tcp__client_ca": "ca.pem",
+        "host__keep_arena": True, "socket_group": 12, "tcp__key": "a.key", "tcp__client_ca": "ca.pem",
     }  # fmt: skip
     config = ServeConfig.checked(settings(tmp_path, **values))
     assert {key.replace("__", ".") for key in values} == set(KEYS) - set(REQUIRED) - {"socket_dir"}

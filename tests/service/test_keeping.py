@@ -51,11 +51,11 @@ class Keeping:
         self._socket.bind(str(directory / "notify"))
         self._socket.setblocking(False)
 
-    def start(self, *, host_pages: int = 32) -> None:
+    def start(self, *, host_pages: int = 32, **more: object) -> None:
         with (self._directory / "errors").open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, ",".join(map(str, self.kept.values())), ":".join(self.kept),
-                 "--socket-dir", str(self.run), "--verbose", *arguments(host_pages=host_pages)],
+                 "--socket-dir", str(self.run), "--verbose", *arguments(host_pages=host_pages, **more)],
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, pass_fds=tuple(self.kept.values()),
                 env={**os.environ, "NOTIFY_SOCKET": str(self._directory / "notify")},
             )  # fmt: skip

@@ -28,7 +28,7 @@ The settings are those of the file, overruled by the options. A file has these t
 keys, and any of them can be given as --set KEY=VALUE with a value as TOML has it:
 
   socket_dir = "/run/hicache"        policy = "lru"         write_policy = "demote-on-evict"
-  exclusive = false                  metadata_bytes = "1GiB"
+  exclusive = false                  metadata_bytes = "1GiB"     socket_group = "engines"
   [layout]   num_layers, num_kv_heads, head_dim, dtype = "bfloat16", page_size
   [host]     bytes = "64GiB", keep_arena
   [nvme]     dir = ["/data/hicache"], bytes = "500GiB", min_free_bytes, write_bytes_per_day,
@@ -51,8 +51,8 @@ With --keep-arena the supervisor holds the arena's memory while one server ends 
 starts (systemd with FileDescriptorStoreMax=8). After a stop all pages come back that still
 have their checksums; after a crash none do, but those on NVMe. Such memory cannot be sealed
 against writing: engines get a descriptor that was opened for reading, which a process of the
-server's own user, or root's, could open anew. Use it where engines are trusted with that, or
-run as another user.
+server's own user, or root's, could open anew. So it is for engines of another user, in the group
+that socket_group names, or for such as are trusted not to do that.
 
 SIGTERM and SIGINT stop it: sessions that hold something have drain_s seconds to finish,
 then everything is given back. A second signal ends it at once; what was promised as
