@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
-from hicache.errors import BadRequest, DeadlineExceeded, HicacheError
+from hicache.errors import BadRequest, DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client.calls import Request
 from hicache.service.client.mirror import Mirror
@@ -159,9 +158,7 @@ class RemoteTransport(GrpcTransport):
             try:
                 self._fetch(mirror, message, reply, deadline)
             except BaseException:
-                mirror.let_go(reply.lease)
-                with suppress(HicacheError):
-                    super().call(Request("Release", pb.ReleaseRequest(ids=[reply.lease])), timeout_s)
+                mirror.let_go(reply.lease)  # the next beat gives it back: the caller has not had it
                 raise
         _note(mirror, message, reply)
         return reply
@@ -247,8 +244,6 @@ class AsyncRemoteTransport(AsyncGrpcTransport):
                 mirror.show(reply)
             except BaseException:
                 mirror.let_go(reply.lease)
-                with suppress(HicacheError):
-                    await super().call(Request("Release", pb.ReleaseRequest(ids=[reply.lease])), timeout_s)
                 raise
         _note(mirror, message, reply)
         return reply

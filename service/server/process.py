@@ -63,7 +63,11 @@ KEPT_BYTES: Final = 64 << 20
 """Freed memory that the process keeps for its next messages, at most."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
-KEEPALIVE: Final = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
+KEEPALIVE: Final = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ask as often, also where beats are far apart
+)
 """Over TCP: connections whose other end is gone without a word are closed."""
 MAX_ADMIN_CALLS: Final = 16
 """Calls under way on the admin socket."""

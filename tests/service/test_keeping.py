@@ -152,6 +152,7 @@ def _flip(keeping: Keeping, page: bytes) -> None:
         arena[at + 100] ^= 1
 
 
+@pytest.mark.faults
 def test_after_a_kill_nothing_of_the_arena_is_believed(keeping: Keeping) -> None:
     """F20: also not what an earlier stop has written down of it."""
     keeping.start()
@@ -172,6 +173,7 @@ def test_after_a_kill_nothing_of_the_arena_is_believed(keeping: Keeping) -> None
     keeping.stop()
 
 
+@pytest.mark.faults
 def test_a_lease_of_the_server_before_is_known_to_have_ended(keeping: Keeping) -> None:
     """I25, I37: the arena is the same memory, and other pages may be in it."""
     keeping.start()
@@ -193,6 +195,7 @@ def test_a_lease_of_the_server_before_is_known_to_have_ended(keeping: Keeping) -
     keeping.stop()
 
 
+@pytest.mark.faults
 def test_an_arena_of_another_size_is_not_used(keeping: Keeping) -> None:
     keeping.start()
     with connect(keeping.run) as client:
@@ -207,6 +210,7 @@ def test_an_arena_of_another_size_is_not_used(keeping: Keeping) -> None:
     keeping.stop()
 
 
+@pytest.mark.faults
 def test_what_clients_are_given_cannot_be_mapped_for_writing(keeping: Keeping) -> None:
     """I34, of this mode: by the descriptor itself. Who may open it anew, which is the server's own user, could."""
     keeping.start()

@@ -23,6 +23,7 @@ from hicache.service.client.transport import error_of
 from hicache.service.config import ServeConfig
 from hicache.service.errors import Forbidden, Unreachable
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server import data, pieces
 from hicache.tier import HOST
 from tests.repository import ROOT
 from tests.service.serving import ServerProcess, ThreadServer, arguments, settings, thread_server
@@ -126,6 +127,28 @@ def test_what_is_leased_afar_ends_with_the_connection(tmp_path: Path) -> None:
         assert server.call(lambda inside: inside.cache.tree.num_leases) == 0
         with pytest.raises(LeaseExpired):
             lease.check()
+
+
+def test_a_piece_that_comes_wrong_is_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I04: the lease is given back with the next beat, and asked for again it is right."""
+    read = pieces.read_piece
+
+    def flipped(host: Any, session: Any, request: pb.ReadRequest) -> pb.ReadReply:
+        reply = read(host, session, request)
+        reply.data = bytes([reply.data[0] ^ 1]) + reply.data[1:]
+        return reply
+
+    with (
+        thread_server(tmp_path, times__lease_s=1.0, **PLAIN) as server,
+        connect(url(server, "tcp"), token=TOKEN) as client,
+    ):
+        store(client, range(3 * PAGE))
+        with monkeypatch.context() as wrong:
+            wrong.setattr(data, "read_piece", flipped)
+            with pytest.raises(CorruptPage):
+                client.acquire(Prompt(NAMESPACE, range(3 * PAGE)))
+        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=5.0)
+        assert check(client, range(3 * PAGE)) == 3 * PAGE
 
 
 def test_pages_longer_than_a_message_come_in_pieces(tmp_path: Path) -> None:
