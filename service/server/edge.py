@@ -214,7 +214,8 @@ def _snake(name: str) -> str:
 
 
 async def _refuse(context: Context, error: Exception) -> None:
-    """End the call with the status of an error. Raises what gRPC's `abort` does."""
+    """End the call with the status of an error. Raises what gRPC's `abort` does; `CancelledError` where nobody waits
+    for an answer any more."""
     if isinstance(error, grpc.aio.AbortError):
         return
     known = _known(error)
@@ -225,7 +226,11 @@ async def _refuse(context: Context, error: Exception) -> None:
     status, message = to_wire(known)
     # gRPC's details are one line of a header, in which only printable ASCII is safe.
     details = message.problem.encode("ascii", "replace").decode()
-    await context.abort(status, details, ((ERROR_METADATA, message.SerializeToString()),))
+    try:
+        await context.abort(status, details, ((ERROR_METADATA, message.SerializeToString()),))
+    except grpc.aio.InternalError:
+        # gRPC has ended the call itself: its message was too long, or the caller has gone.
+        raise asyncio.CancelledError from None
 
 
 def _known(error: Exception) -> HicacheError | None:

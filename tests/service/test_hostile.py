@@ -76,12 +76,12 @@ class Raw:
         self._channel.close()
         self._client.close()
 
-    def send(self, method: str, data: bytes, *, token: bytes | None = None) -> bytes:
+    def send(self, method: str, data: bytes, *, token: bytes | None = None, **how: Any) -> bytes:
         """One call; the bytes of its reply. Raises the error that it stands for."""
         metadata = ((wire.TOKEN_METADATA, self.token if token is None else token),)
         call = self._channel.unary_unary(f"/hicache.v1.Cache/{method}", bytes, bytes)
         try:
-            return bytes(call(data, timeout=WAIT_S, metadata=metadata))
+            return bytes(call(data, timeout=WAIT_S, metadata=metadata, **how))
         except grpc.RpcError as error:
             raise error_of(error) from None
 
@@ -159,9 +159,14 @@ def test_tokens_that_are_none(raw: Raw) -> None:
         assert raw.refused(method, kind()) == "bad_request"
 
 
-def test_a_message_that_is_too_long_is_not_read(raw: Raw) -> None:
-    """F32: ten MiB, of which nothing is looked at."""
-    assert raw.refused("Lookup", bytes(10 << 20)) == "limit"
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_a_message_that_is_too_long_is_not_read(
+    raw: Raw, compression: grpc.Compression, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I32, F32: a hundred MiB, of which nothing is looked at; packed, they would be a hundred KiB."""
+    assert raw.refused("Lookup", bytes(100 << 20), compression=compression) == "limit"
+    assert raw.refused("Lookup", b"\xff", compression=compression) == "bad_request"
+    assert caplog.text == "", "neither is a mistake of the server's"
 
 
 def test_numbers_at_their_ends(raw: Raw) -> None:
