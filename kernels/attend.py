@@ -33,6 +33,7 @@ from hicache.kernels.errors import BadArgument
 from hicache.kernels.launch import Path
 from hicache.kernels.parts import Asked, PagedPart, PartSource, no_keys, seen_parts
 from hicache.kernels.remote import RemoteSpeeds
+from hicache.kernels.remote_speeds import known_speeds
 from hicache.kernels.scoring import PLAIN, Scoring, check_scoring
 from hicache.kernels.state import AttentionState, with_sinks
 
@@ -62,8 +63,8 @@ def attend(
     loops read pages where they are, if T = 1, D is a multiple of 16, pages are not float8 and `decode_cpu.prepare` was
     called; otherwise pages are gathered into a buffer of bounded size. On CUDA, parts in host memory are streamed
     through two buffers on the device, the next piece being copied while one is attended to; if `remote` says how fast
-    the two ways are, a single query (T = 1) has the CPU attend to as many of those pages where they are as makes both
-    ways end together, for which the host waits.
+    the two ways are (None: if `remote_speeds` knows of the device), a single query (T = 1) has the CPU attend to as
+    many of those pages where they are as makes both ways end together, for which the host waits.
 
     Returns output [T, HQ, D] in the query's dtype and natural-log LSE [T, HQ], float32 (float64 for float64), new
     tensors that alias nothing and carry no gradient; 0 and -inf where there was no key at all. Partial results are kept
@@ -92,7 +93,7 @@ def attend(
             return AttentionState(state.output.to(query.dtype), state.lse)
         from hicache.kernels.attend_triton import attend_triton  # the torch path works without Triton
 
-        return attend_triton(query, fitting, key, value, asked, remote)
+        return attend_triton(query, fitting, key, value, asked, remote or known_speeds(query.device))
 
 
 def _checked(

@@ -56,6 +56,11 @@ class _Scratch(threading.local):
         return self._narrow[: count * row_bytes].view(rows.dtype).view(count, *row_shape)
 
 
+    @property
+    def num_bytes(self) -> int:
+        return self._buffer.numel() + self._narrow.numel()
+
+
 def _new_buffer(num_bytes: int) -> torch.Tensor:
     # Made in inference mode, it could not be written to outside of it.
     with torch.inference_mode(False):
@@ -63,6 +68,11 @@ def _new_buffer(num_bytes: int) -> torch.Tensor:
 
 
 _scratch = _Scratch()
+
+
+def scratch_bytes() -> int:
+    """What this thread's buffers take, which stay from call to call."""
+    return _scratch.num_bytes
 
 
 class Running:

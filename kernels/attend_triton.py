@@ -13,6 +13,7 @@ from hicache.kernels.extend import paged_extend
 from hicache.kernels.merge import merge_states
 from hicache.kernels.parts import Asked, PagedPart, no_keys
 from hicache.kernels.remote import RemoteSpeeds, num_streamed
+from hicache.kernels.scoring import Scoring
 from hicache.kernels.state import AttentionState
 from hicache.kernels.streaming import Streamer, pieces
 
@@ -20,10 +21,11 @@ _STATES_MAX: Final = 8
 """States that are collected on the GPU before they are merged."""
 
 
-class _Stack:
+class Stack:
     """States over disjoint keys of the same queries, merged whenever there are `_STATES_MAX` of them."""
 
     def __init__(self, query: torch.Tensor) -> None:
+        """query [T, HQ, D], D that of the values."""
         self._outputs = query.new_empty((_STATES_MAX, *query.shape), dtype=torch.float32)
         self._lses = query.new_empty((_STATES_MAX, *query.shape[:2]), dtype=torch.float32)
         self._used = 0
@@ -37,6 +39,13 @@ class _Stack:
             self._used = 1
         self._used += 1
         return AttentionState(self._outputs[self._used - 1], self._lses[self._used - 1])
+
+    def push_sinks(self, scoring: Scoring) -> None:
+        """Add the keys that sinks stand for, if there are any."""
+        if scoring.sinks is not None:
+            output, lse = self.push()
+            output.zero_()
+            lse.copy_(scoring.sinks)
 
     def result(self, dtype: torch.dtype) -> AttentionState:
         """The state over all keys, its output in `dtype`."""
@@ -57,7 +66,7 @@ def attend_triton(
     num_tokens = query.shape[0]
     scale, window = asked.scale, asked.scoring.window
     indptr = torch.arange(2, dtype=torch.int32, device=query.device) * num_tokens
-    stack = _Stack(query)
+    stack = Stack(query)
     streamer = Streamer.of_thread(query) if query.device.type == "cuda" else None
 
     def one(number: int) -> torch.Tensor:
@@ -90,7 +99,7 @@ def attend_triton(
         assert streamer is not None, "parts elsewhere than on the CPU that interprets"
         left_to_cpu = None
         if num_tokens == 1 and remote is not None:
-            part, left_to_cpu = _share_out(part, shape, remote)
+            part, left_to_cpu = share_out(part, remote)
         for piece in pieces(part, streamer.capacity(part.pages)):
             attend_to(streamer.fetch(piece))
             streamer.release()
@@ -109,14 +118,11 @@ def attend_triton(
             query, indptr, scale=scale, key=key, value=value, scoring=replace(asked.scoring, sinks=None),
             first_positions=None if window is None else one(asked.first_position), output=output, lse=lse,
         )  # fmt: skip
-    if asked.scoring.sinks is not None:
-        output, lse = stack.push()
-        output.zero_()
-        lse.copy_(asked.scoring.sinks)
+    stack.push_sinks(asked.scoring)
     return stack.result(query.dtype)
 
 
-def _share_out(part: PagedPart, shape: PageShape, remote: RemoteSpeeds) -> tuple[PagedPart, PagedPart | None]:
+def share_out(part: PagedPart, remote: RemoteSpeeds) -> tuple[PagedPart, PagedPart | None]:
     """What of the part is streamed, and what the CPU attends to: the last pages, or none."""
     page_bytes = part.pages.element_size() * part.pages[:1].numel()
     cut = num_streamed(part.block_table.shape[0], page_bytes, remote)

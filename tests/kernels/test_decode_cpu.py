@@ -53,7 +53,7 @@ def test_several_threads_attend_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     context = scatter_context(Random(2), 100, num_kv_heads=2, head_dim=64, dtype=torch.float32)
     query = tensor(Random(1), 1, 4, 64, dtype=torch.float32)
     expected = run(context, query)
-    differing = []
+    differing: list[int] = []
 
     def work() -> None:
         differing.extend(i for i in range(20) if not torch.equal(run(context, query).output, expected.output))

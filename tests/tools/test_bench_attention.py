@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hicache.kernels import attend_torch
 from hicache.tools.bench import attention
 from hicache.tools.bench.attention import Scale
 from hicache.tools.bench.demo_kv import Recorded
@@ -15,10 +16,17 @@ from hicache.tools.bench.results import Row
 @pytest.mark.timeout(120)
 def test_a_context_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ROUNDS", 1)
+    # Buffers of a small context's size, and none that this thread had before.
+    monkeypatch.setattr(attend_torch, "SCRATCH_BYTES", 128 << 10)
+    monkeypatch.setattr(attend_torch, "_scratch", attend_torch._Scratch())
     rows: dict[str, Row] = {}
     attention.measure_dense(lambda row: rows.update({row.name: row}), tmp_path, Scale(32))
-    assert list(rows) == ["device_bytes", "prefill_q16", "decode_q1", "decode_q1_sdpa", "decode_q1_with_nvme"]
-    assert rows["device_bytes"].ok
+    assert list(rows) == ["prefill_q16", "decode_q1", "decode_q1_sdpa", "decode_q1_with_nvme"]
+    for name in ("prefill_q16", "decode_q1", "decode_q1_with_nvme"):
+        peak = rows[name].peak
+        assert peak is not None
+        assert attend_torch.SCRATCH_BYTES < peak.value <= peak.budget
+        assert rows[name].to_json()["peak"] == {"name": "device", "value": peak.value, "budget": peak.budget}
     assert rows["prefill_q16"].baseline is not None
     assert rows["decode_q1"].bound == rows["decode_q1"].baseline.value  # type: ignore[union-attr]  # it has one
     assert all(row.value > 0 for row in rows.values())

@@ -6,13 +6,14 @@ The JSON form is
      "rows": [{"name", "value", "unit", "baseline": {"name", "value"}, "ratio", "bound", "goal", "ok"}]}
 
 `ratio` is value ÷ baseline: a ratio travels to another machine, a time does not. `bound` is what no code could beat, in
-the row's unit; `goal` is the value to reach, and `ok` whether it was. What does not apply is null.
+the row's unit; `goal` is the value to reach, and `ok` whether it was. What does not apply is null. A row that was
+measured within a budget has `peak` too: {"name", "value", "budget"}.
 """
 
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import thread_time_ns
 from typing import Any, Final
@@ -35,6 +36,15 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
+class Peak:
+    """The most of something that was in use while a value was measured, beside what it was allowed."""
+
+    name: str
+    value: float
+    budget: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One figure."""
 
@@ -48,6 +58,7 @@ class Row:
     """The value to reach in the row's unit, or the ratio where `goal_is_ratio`."""
     goal_is_ratio: bool = False
     higher_is_better: bool = False
+    peak: Peak | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -56,7 +67,9 @@ class Row:
 
     @property
     def ok(self) -> bool | None:
-        """Whether the goal was reached; None without one."""
+        """Whether the goal was reached, None without one; False beyond the budget of the peak."""
+        if self.peak is not None and self.peak.value > self.peak.budget:
+            return False
         reached = self.ratio if self.goal_is_ratio else self.value
         if self.goal is None or reached is None:
             return None
@@ -64,10 +77,11 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         baseline = None if self.baseline is None else {"name": self.baseline.name, "value": self.baseline.value}
-        return {
+        fields = {
             "name": self.name, "value": self.value, "unit": self.unit, "baseline": baseline, "ratio": self.ratio,
             "bound": self.bound, "goal": self.goal, "ok": self.ok,
         }  # fmt: skip
+        return fields if self.peak is None else fields | {"peak": asdict(self.peak)}
 
 
 def machine() -> dict[str, Any]:
@@ -96,6 +110,8 @@ def line(row: Row, style: Style) -> str:
     colour = {None: None, True: Colour.GOOD, False: Colour.BAD}[row.ok]
     value = f"{_figure(row.value)} {row.unit}"
     text = f"  {row.name:<34}{pad(value, 12, right=True)}  {baseline:<36}{ratio:>8}{bound:>11}{goal:>13}"
+    if row.peak is not None:
+        text += f"  {row.peak.name} {100 * row.peak.value / row.peak.budget:.0f} % of budget"
     return text + style.paint(mark, colour)
 
 

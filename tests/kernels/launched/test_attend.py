@@ -12,6 +12,7 @@ from hicache.kernels import attend_triton
 from hicache.kernels.attend import PagedPart, attend
 from hicache.kernels.errors import BadArgument
 from hicache.kernels.launch import Path
+from hicache.kernels.scoring import Scoring
 from hicache.kernels.state import AttentionState
 from tests.kernels.contexts import (
     DTYPES,
@@ -23,6 +24,7 @@ from tests.kernels.contexts import (
     scatter_context,
     tensor,
 )
+from tests.kernels.latents import run_latent
 from tests.kernels.launched.device import DEVICE
 from tests.kernels.positioned import SCORINGS, run_scored
 
@@ -137,6 +139,15 @@ def test_float8_pages_with_scales(num_new: int) -> None:
         Random(5), SCORINGS["all"], 63, num_new, torch.float16, stored=torch.float8_e4m3fn, path=Path.TRITON,
         device=torch.device(DEVICE),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+@pytest.mark.parametrize("stored", [None, torch.float8_e5m2], ids=str)
+def test_latent_attention_over_any_split(stored: torch.dtype | None, num_new: int) -> None:
+    scoring = Scoring(soft_cap=2.0, sinks=torch.tensor([0.5, -torch.inf, 30.0, -2.0]))
+    run_latent(
+        Random(6), 40, num_new, torch.float16, scoring=scoring, stored=stored, path=Path.TRITON, device=str(DEVICE)
+    )
 
 
 def test_float64_is_refused() -> None:
