@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from hicache.service.client.buffers import Buffers
 from hicache.service.errors import ServerFailure
 from hicache.service.proto import hicache_pb2 as pb
 
@@ -42,6 +43,7 @@ class Memory:
         finally:
             for fd in fds:
                 os.close(fd)
+        self.buffers: Final = Buffers()
         self._maps: Final = maps
         self._is_closed = False
         self._arena: Final = memoryview(maps[0])
@@ -70,6 +72,7 @@ class Memory:
     def close(self) -> None:
         """Let go of the memory. What the caller still looks at stays mapped for as long as it does. Idempotent."""
         self._is_closed = True
+        self.buffers.close()
         for view in (self._arena, self._generations, self._staging):
             if view is not None:
                 view.release()

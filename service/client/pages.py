@@ -90,18 +90,21 @@ class LeasedPages(Sequence[memoryview]):
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._views[page], dtype=torch.uint8)
 
-    def read(self, page: int | None = None) -> bytearray:
+    def read(self, page: int | None = None) -> memoryview:
         """A copy of one page, or of all one after the other, which is known to be right: it was looked at afterwards.
+
+        The copy is the caller's, to write to as well, and stays his after the lease and the session. Its memory is used
+        for another copy once it is dropped, with everything that was made of it (`hicache.service.client.buffers`).
 
         Raises `LeaseExpired`, `IndexError`.
         """
-        num_pages = len(self._views) if page is None else 1
-        copy = bytearray(num_pages * self._attachment.memory.page_bytes)
+        memory = self._attachment.memory
+        copy = memory.buffers.take((len(self._views) if page is None else 1) * memory.page_bytes)
         self.read_into(copy, page)
         return copy
 
     def read_into(self, buffer: "Buffer", page: int | None = None) -> None:
-        """`read` into a writable buffer of exactly that size, touched memory of the caller's own say, which is faster.
+        """`read` into a writable buffer of exactly that size, of the caller's own.
 
         Raises `LeaseExpired`: what is in the buffer is then worth nothing. `BadRequest` for a buffer of another size.
         """
