@@ -107,7 +107,12 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def update_connector_output(self, connector_output: Any) -> None:
         """What the worker's side said."""
         if self._scheduling is not None:
-            self._scheduling.loaded(connector_output.finished_recving or ())
+            output = connector_output
+            self._scheduling.ended(output.finished_recving or (), output.finished_sending or ())
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks become free soon without a preemption."""
+        return self._scheduling is not None and self._scheduling.keeps_blocks
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether blocks are kept until they are saved."""

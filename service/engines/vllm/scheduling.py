@@ -77,6 +77,8 @@ class Scheduling:
         self._tracked: Final[dict[str, Tracked | None]] = {}
         self._loads: list[Load] = []
         self._unreported: list[str] = []
+        self._kept: Final[set[str]] = set()
+        """Finished requests whose blocks are kept until they are saved."""
         self.counts: Final = Counts()
 
     # -- what is cached -----------------------------------------------------------------------------------------------
@@ -199,12 +201,18 @@ class Scheduling:
     def _blocks(self, block_ids: tuple[list[int], ...], first: int, end: int) -> BlockIds:
         return tuple(tuple(block_ids[group][first:end]) for group in self._groups.ids)
 
-    def loaded(self, names: Iterable[str]) -> None:
-        """Loads of these requests have ended."""
-        for name in names:
+    def ended(self, loaded: Iterable[str], saved: Iterable[str]) -> None:
+        """Loads of these requests have ended, and the blocks of those are not kept any more."""
+        for name in loaded:
             tracked = self._tracked.get(name)
             if tracked is not None:
                 tracked.is_loading = False
+        self._kept.difference_update(saved)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether blocks of finished requests are still to become free."""
+        return bool(self._kept)
 
     def finished(self, request: Any) -> bool:
         """A request has ended. Whether its blocks may still be read for saving, so that the worker's side says when
@@ -214,7 +222,9 @@ class Scheduling:
             return False
         if tracked.is_loading:
             self._unreported.append(request.request_id)
-        return not tracked.is_loading
+            return False
+        self._kept.add(request.request_id)
+        return True
 
     def reset(self) -> None:
         """Nothing that was saved until now may be loaded by this engine."""
