@@ -47,7 +47,8 @@ class Limits:
     max_leases: int = 1024
     """Leases and reservations of a session, together."""
     leased_share: float = 0.5
-    """Share of the host tier that one session's leases and reservations may keep in place, above 0 to 1."""
+    """Share of the host tier that one session's leases and reservations may keep in place, above 0 to 1, and of the
+    slowest tier that its pins may keep in the cache. A named tenant's sessions have it together."""
     staging_bytes: int = 256 << 20
     """Staging memory of one session."""
     total_staging_bytes: int = 4 << 30

@@ -235,9 +235,11 @@ class DataCalls:
         matches = sessions.names.match_each(session, request.prefix)
         if not matches[0].nodes:
             return pb.PinReply()
+        num_pages = sum([match.num_tokens for match in matches]) // self._cache.layout.page_size
+        sessions.require_pins(session, num_pages)
         now = self._cache.clock.monotonic()
         leases = tuple([tree.lease(match, owner=session.owner, deadline=None, now=now) for match in matches])
-        number = sessions.lend(session, Lent(leases, (), 0), call=request.call)
+        number = sessions.lend(session, Lent(leases, (), 0, num_pages), call=request.call)
         return pb.PinReply(lease=number, num_tokens=matches[0].num_tokens)
 
     async def release(self, call: Call, request: pb.ReleaseRequest) -> pb.ReleaseReply:

@@ -24,7 +24,7 @@ from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
 from hicache.service.errors import Forbidden, LimitReached, ServerFailure, UnknownSession, to_wire
 from hicache.service.metrics import CallTimes
-from hicache.service.server.intake import Intake
+from hicache.service.server.intake import AT_ONCE, Intake
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
 from hicache.service.wire import ACCESS_METADATA, ERROR_METADATA, TOKEN_METADATA, longest_request, parse
@@ -83,6 +83,7 @@ class Edge:
         self._sessions: Final = sessions
         self._times: Final = times
         self._intake: Final = intake
+        self._common_turns: Final = asyncio.Semaphore(AT_ONCE)
         self._access_sha256: Final = access_sha256
 
     def handler(self, service: ServiceDescriptor, calls: object) -> grpc.GenericRpcHandler:
@@ -110,7 +111,7 @@ class Edge:
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
-                        data = await self._intake.receive(context)
+                        data = await self._intake.receive(context, self._turns(call))
                         return (await answer(call, parse(kind, data))).SerializeToString()
             except Exception as error:
                 await _refuse(context, error)
@@ -128,7 +129,7 @@ class Edge:
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
-                        data = await self._intake.receive(context)
+                        data = await self._intake.receive(context, self._turns(call))
                         async for reply in answer(call, parse(kind, data)):
                             yield reply.SerializeToString()
             except Exception as error:
@@ -185,6 +186,9 @@ class Edge:
             yield Call(deadline, session)
         finally:
             session.num_calls -= 1
+
+    def _turns(self, call: Call) -> asyncio.Semaphore:
+        return self._common_turns if call.owner is None else call.owner.turns
 
     def _check_access(self, context: Context) -> None:
         if self._access_sha256 is not None:

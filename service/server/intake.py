@@ -5,12 +5,16 @@ be. So the methods are served as if clients streamed, which is the same on the w
 message is received only then, and within a bound of all messages together.
 """
 
+import asyncio
 from typing import Any, Final
 
 import grpc.aio
 
 from hicache.errors import BadRequest
 from hicache.service.errors import LimitReached
+
+AT_ONCE: Final = 8
+"""Messages of one session that are received at a time; the others stay with their sender until it is their turn."""
 
 
 class Intake:
@@ -26,9 +30,14 @@ class Intake:
         self._max: Final = bytes_max
         self._num_bytes = 0
 
-    async def receive(self, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
-        """A call's message, to be given back by `let_go` when the call has ended. Waits for the client. Raises
-        `LimitReached` before anything is received, `BadRequest` where none comes."""
+    async def receive(self, context: "grpc.aio.ServicerContext[Any, Any]", turns: asyncio.Semaphore) -> bytes:
+        """A call's message, to be given back by `let_go` when the call has ended. Waits for the client, and before that
+        for one of its `turns`: who begins calls and sends nothing is in the way of itself alone. Raises `LimitReached`
+        before anything is received, `BadRequest` where none comes."""
+        async with turns:
+            return await self._receive(context)
+
+    async def _receive(self, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
         if self._num_bytes + self._longest > self._max:
             raise LimitReached(f"messages of {self._num_bytes} bytes are under way", field="message_bytes")
         self._num_bytes += self._longest

@@ -11,6 +11,7 @@ from hicache.errors import BadRequest
 from hicache.lease import Lease, Pin
 from hicache.namespace import Namespace
 from hicache.node import Node
+from hicache.service.server.intake import AT_ONCE
 from hicache.service.server.promises import Promises
 from hicache.service.server.staging import Staging
 from hicache.service.work import EngineWork
@@ -46,13 +47,15 @@ class Lent:
     """Keep pages in place in the arena; none for a lease that keeps them in the cache alone."""
     num_pages: int
     """Pages kept in place."""
+    num_pinned: int = 0
+    """Pages kept in the cache, wherever."""
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int32))
     """Arena slots of the pages that the session was named, which are among those."""
     began: float = 0.0
     """Monotonic seconds at which the session was given it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Reservation:
     """Room for pages that a session is about to write. Its slots are in no tree."""
 
@@ -99,6 +102,8 @@ class Session:
     """Calls under way."""
     num_pages: int = 0
     """Arena pages that leases and reservations keep in place."""
+    num_pinned: int = 0
+    """Pages that pins keep in the cache."""
     namespaces: list[Registered] = field(default_factory=list)
     handles: OrderedDict[int, Handle] = field(default_factory=OrderedDict)
     calls: dict[int, int] = field(default_factory=dict)
@@ -110,6 +115,8 @@ class Session:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the stream has something to tell."""
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    """For receiving messages."""
     pidfd: int = -1
     work: EngineWork = field(default_factory=EngineWork)
     """What its engine says that it has done."""

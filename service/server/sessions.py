@@ -62,7 +62,10 @@ class Sessions:
         self.saved_s = 0.0
         """How long computing what was lent would have taken, where an engine has said how fast it is."""
         self.max_pages: Final = max(1, int(cache.tiers[HOST].capacity_pages * limits.leased_share))
-        """Arena pages that one session may keep in place."""
+        """Arena pages that one session may keep in place, or all sessions of a tenant that has a name."""
+        slowest = list(cache.tiers.values())[-1]
+        self.max_pinned: Final = max(1, int(slowest.capacity_pages * limits.leased_share))
+        """Pages that their pins may keep in the cache."""
         self._by_key: Final[dict[bytes, Session]] = {}
         self._staged_bytes = 0
 
@@ -169,7 +172,20 @@ class Sessions:
 
     def room(self, session: Session) -> int:
         """Arena pages that the session may still keep in place."""
-        return max(0, self.max_pages - session.num_pages)
+        return max(0, self.max_pages - sum([each.num_pages for each in self._beside(session)]))
+
+    def require_pins(self, session: Session, num_pages: int) -> None:
+        """Raise `LimitReached` if the session may not keep so many pages more in the cache."""
+        num_pinned = sum([each.num_pinned for each in self._beside(session)])
+        if num_pinned + num_pages > self.max_pinned:
+            problem = f"pins of {num_pinned} pages, and {num_pages} more, are above {self.max_pinned}"
+            raise LimitReached(problem, field="leased_share")
+
+    def _beside(self, session: Session) -> list[Session]:
+        """The sessions that have a share together: a tenant has no more of it for having more sessions."""
+        if not session.tenant:
+            return [session]
+        return [each for each in self._by_key.values() if each.tenant == session.tenant]
 
     def lend(self, session: Session, lent: Lent, *, call: int) -> int:
         """Give a lease to the session, which must not have ended; the lease's id. `call` is the client's own number of
@@ -178,6 +194,7 @@ class Sessions:
         lent.began = self.cache.clock.monotonic()
         session.leases[number] = lent
         session.num_pages += lent.num_pages
+        session.num_pinned += lent.num_pinned
         self._note_call(session, call, number)
         return number
 
@@ -218,6 +235,7 @@ class Sessions:
         """Give one lease or reservation back; False if the session has none of that id."""
         if (lent := session.leases.pop(number, None)) is not None:
             session.num_pages -= lent.num_pages
+            session.num_pinned -= lent.num_pinned
             self.lease_times.note(self.cache.clock.monotonic() - lent.began)
             self.give_back(lent)
             return True

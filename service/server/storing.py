@@ -12,6 +12,7 @@ half-copied page nor a lost slot. What the client changes in its staging memory 
 import asyncio
 import os
 import struct
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +40,8 @@ GIL_KEPT_BELOW: Final = 32 << 10
 """Bytes of a page below which giving the interpreter's lock away for its checksum costs more than keeping it."""
 MAX_THREADS: Final = 4
 """Threads that copy, at most one a core."""
+MAX_KEPT_BYTES: Final = 256 << 20
+"""Token ids of reservations and of promises behind replies, at most: each keeps those from the root on."""
 BEHIND_S: Final = 60.0
 """How long a promise behind the reply may take before it counts as lost."""
 
@@ -65,6 +68,7 @@ class Storing:
         """Commits that were published."""
         self.bytes_stored = 0
         """Bytes that they copied."""
+        self._kept_bytes = 0
         self._host: Final = host
         self._start: Final = start
         self._sums: Final = np.zeros(host.capacity_pages, np.uint32)
@@ -148,15 +152,20 @@ class Storing:
             num_pages, reason = sessions.room(session), pb.REASON_LIMIT
         if staging.num_free < num_pages:
             num_pages, reason = staging.num_free, pb.REASON_NO_ROOM
+        if self._kept_bytes + tokens.nbytes > MAX_KEPT_BYTES:
+            num_pages, reason = 0, pb.REASON_LIMIT
         if not num_pages:
             return None, reason
         staging_slots = staging.allocate(num_pages)
+        session.num_pages += num_pages  # other calls of the session do not find the same room meanwhile
         try:
             slots = await cache.allocate_up_to(HOST, num_pages, deadline=deadline)
         except BaseException:
             if not session.ended.is_set():
                 staging.free(staging_slots)
             raise
+        finally:
+            session.num_pages -= num_pages
         if session.ended.is_set() or not len(slots):
             cache.free({HOST: slots})
             sessions.require(session)
@@ -168,7 +177,14 @@ class Storing:
         # A copy: `tokens` may be a view of the whole message.
         kept = tokens[: (first_page + len(slots)) * cache.layout.page_size].copy()
         namespace = session.registered(namespace_id).own
-        return Reservation(namespace_id, namespace, kept, first_page, slots, staging_slots, lease), reason
+        reservation = Reservation(namespace_id, namespace, kept, first_page, slots, staging_slots, lease)
+        self._kept_bytes += kept.nbytes
+        # Not when it ends: a promise behind the reply keeps it until the pages are durable.
+        weakref.finalize(reservation, self._forget, kept.nbytes).atexit = False
+        return reservation, reason
+
+    def _forget(self, num_bytes: int) -> None:
+        self._kept_bytes -= num_bytes
 
     # -- the second phase ---------------------------------------------------------------------------------------------
 
