@@ -170,6 +170,11 @@ class Cache(Promoting, Copying, Tending):
         self._leave_by = deadline
         self._timer = asyncio.get_running_loop().call_later(self._time_to_leave(), self._give_up)
 
+    @property
+    def leaving_by(self) -> float:
+        """What `leave_by` was told last; infinity before."""
+        return self._leave_by
+
     def _time_to_leave(self) -> float:
         return max(0.0, self._leave_by - self.clock.monotonic())
 

@@ -173,7 +173,7 @@ class Keeper:
     async def save(self, cache: Cache, host: HostTier) -> None:
         """Write down what is in the arena, and have the supervisor keep it. For a server that stops, when its sessions
         have ended. Waits for checksums, at most `SAVE_S`."""
-        until = cache.clock.monotonic() + SAVE_S
+        until = min(cache.clock.monotonic() + SAVE_S, cache.leaving_by)
         records: list[bytes] = []
         numbers: dict[bytes, int] = {}
         nodes: list[KeptNode] = []

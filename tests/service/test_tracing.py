@@ -147,5 +147,6 @@ def test_what_is_not_installed_is_said_once_and_the_server_goes_on(
 
 def test_a_collector_that_does_not_answer_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/v1/traces")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     with thread_server(tmp_path) as server, connect(server.directory) as client:
         assert store(client, range(PAGE)) == PAGE
