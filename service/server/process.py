@@ -67,8 +67,11 @@ KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ask as often, also where beats are far apart
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 60_000),
 )
-"""Over TCP: connections whose other end is gone without a word are closed."""
+"""Over TCP: connections whose other end is gone without a word are closed, and so are those over which nothing is
+asked: anybody can open one, and each takes a descriptor."""
 MAX_ADMIN_CALLS: Final = 16
 """Calls under way on the admin socket."""
 

@@ -21,13 +21,16 @@ from hicache.service.server.hello import HELLO_S
 from hicache.service.sockets import SOCKETS
 from tests.faults.machine import need_root
 from tests.repository import ROOT
-from tests.service.serving import WAIT_S, ServerProcess, arguments
+from tests.service.serving import WAIT_S, ServerProcess, arguments, thread_server
 from tests.service.stored import NAMESPACE, PAGE, check, store
+from tests.service.test_tcp import PLAIN, TOKEN
 
 pytestmark = [pytest.mark.faults, pytest.mark.machine]
 
 CONNECTIONS: Final = 100
 """At each socket: more than may say hello at a time."""
+HANDSHAKE_S: Final = 10.0
+"""How long a connection over TCP may take to say which HTTP it speaks."""
 
 STRANGER: Final = """
 import socket, sys
@@ -119,3 +122,17 @@ def test_more_connections_than_anybody_needs(tmp_path: Path) -> None:
     finally:
         assert server.stop() == 0
     assert server.errors() == ""
+
+
+def test_connections_over_tcp_that_ask_nothing_are_closed(tmp_path: Path) -> None:
+    """F27, F34: anybody on the network can open one, and each takes a descriptor. A session's own stays."""
+    with thread_server(tmp_path, **PLAIN) as server, ExitStack() as stack:
+        port = server.server.tcp_port
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(CONNECTIONS)]
+        client = stack.enter_context(connect(f"tcp://127.0.0.1:{port}", token=TOKEN))
+        assert store(client, range(PAGE)) == PAGE
+        for connection in silent:
+            connection.settimeout(HANDSHAKE_S + 10.0)
+            while connection.recv(4096):  # it says which HTTP it speaks
+                pass
+        assert check(client, range(PAGE)) == PAGE
