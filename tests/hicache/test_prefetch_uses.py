@@ -116,9 +116,9 @@ def test_candidates_of_a_retrieval_are_fetched_until_some_are_chosen(chosen: lis
                 if number not in chosen:
                     each.cancel()
             for number in chosen:
-                seconds, sequence = await engine(setup).first_token(candidates[number])
+                _, sequence = await engine(setup).first_token(candidates[number])
                 assert sequence.length == DOCUMENT_TOKENS + 1
-                assert sequence.cached_by_tier.get(DEVICE, 0) + sequence.cached_by_tier.get(HOST, 0) >= 40 or seconds
+                assert sum(sequence.cached_by_tier.values()) == DOCUMENT_TOKENS, "something was computed"
                 sequence.close()
             arrived = [await each.wait() for each in fetched]
             await setup.quiet()
