@@ -11,7 +11,6 @@ for it.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -116,9 +115,9 @@ def _checked(
         if asked.scoring.window is not None and position + part.num_tokens > asked.first_position:
             most = asked.first_position - part.num_tokens
             raise BadArgument("part.first_position", f"is {position}, expected at most {most}, before the new tokens")
-        table = part.block_table[: launch.ceil_div(part.num_tokens, shape.page_size)]
-        check_page_ids("part.block_table", table, shape.num_slots, negative=False)
-        for seen in seen_parts(replace(part, block_table=table), asked):
+        whole = part.cut(0, launch.ceil_div(part.num_tokens, shape.page_size))
+        check_page_ids("part.block_table", whole.block_table, shape.num_slots, negative=False)
+        for seen in [whole] if asked.scoring.window is None else seen_parts(whole, asked):
             yield seen, shape
 
 

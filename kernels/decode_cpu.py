@@ -34,7 +34,7 @@ _STORED_AS: Final[dict[torch.dtype, Any]] = {
 """Numbers by whose type the loops know how pages are stored: Numba has no half precision."""
 _LANES: Final = 16
 """Heads are a multiple of it."""
-_BLOCK: Final = 64
+_BLOCK: Final = 256
 """Tokens whose scores the loops hold at once; a multiple of 4."""
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
@@ -61,7 +61,7 @@ def prepare(dtype: torch.dtype) -> bool:
         try:
             from hicache.kernels.decode_cpu_kernel import decode_block
 
-            run = _Run(np.zeros((1, 4, _LANES), np.float32), 0.0)
+            run = _Run(np.zeros((1, 1, 1, 4, _LANES), np.float32), 0.0)
             run.take(decode_block, torch.zeros(1, 2, 1, 1, _LANES, dtype=dtype), np.zeros(1, np.int32), 0, 1)
         except Exception as error:
             # Whatever a compiler runs into on somebody's machine, decoding works without it.
@@ -90,10 +90,12 @@ class Decoding:
         """query [1, HQ, D]; soft_cap as in `Scoring`."""
         _, self._num_heads, self._head_dim = query.shape
         self._group: Final = self._num_heads // num_kv_heads
-        rows = ceil_div(self._group, 4) * 4
         by_head = query.float().view(num_kv_heads, self._group, self._head_dim)
-        self._query: Final = np.zeros((num_kv_heads, rows, self._head_dim), np.float32)
-        self._query[:, : self._group] = (by_head * (scale * LOG2_E if soft_cap is None else scale / soft_cap)).numpy()
+        rows = np.zeros((num_kv_heads, ceil_div(self._group, 4) * 4, self._head_dim), np.float32)
+        rows[:, : self._group] = (by_head * (scale * LOG2_E if soft_cap is None else scale / soft_cap)).numpy()
+        # Four rows together, a vector of each after the other.
+        by_four = rows.reshape(num_kv_heads, -1, 4, self._head_dim // _LANES, _LANES)
+        self._query: Final = np.ascontiguousarray(by_four.swapaxes(2, 3))
         self._cap: Final = 0.0 if soft_cap is None else soft_cap * LOG2_E
         self._runs: Final[list[_Run]] = []
 
@@ -113,38 +115,41 @@ class Decoding:
         """Output [1, HQ, D] and LSE [1, HQ], float32; None over no token."""
         if not self._runs:
             return None
-        tops, sums, totals = (
-            torch.from_numpy(np.stack(arrays))
-            for arrays in zip(*[(run.tops, run.sums, run.total) for run in self._runs], strict=True)
-        )
-        top = tops.amax(dim=0)
-        weights = torch.exp2(tops - top)
-        whole = (weights * sums).sum(dim=0)
-        output = (weights[..., None] * totals).sum(dim=0) / whole[:, None]
-        lse = (whole.log2() + top) * math.log(2.0)
-        return AttentionState(self._of_heads(output), self._of_heads(lse[:, None])[..., 0])
+        top = self._runs[0].tops
+        for run in self._runs[1:]:
+            top = np.maximum(top, run.tops)
+        whole, output = np.zeros_like(top), np.zeros_like(self._runs[0].total)
+        # NaN in keys or values is the caller's to see, in the output.
+        with np.errstate(invalid="ignore"):
+            for run in self._runs:
+                weights = np.exp2(run.tops - top)
+                whole += weights * run.sums
+                output += weights.reshape(-1, 1, 4, 1) * run.total
+            output /= whole.reshape(-1, 1, 4, 1)
+            lse = (np.log2(whole) + top) * np.float32(math.log(2.0))
+        return AttentionState(self._of_heads(output.swapaxes(1, 2)), self._of_heads(lse)[..., 0])
 
-    def _of_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """[1, HQ, *] of [H * R, *]: without the rows that fill up a group."""
-        padded = rows.view(*self._query.shape[:2], -1)
-        return padded[:, : self._group].reshape(1, self._num_heads, -1)
+    def _of_heads(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
+        """[1, HQ, *] of all rows' [*]: without those that fill up a group."""
+        by_head = np.ascontiguousarray(rows).reshape(self._query.shape[0], 4 * self._query.shape[1], -1)
+        return torch.from_numpy(by_head[:, : self._group].reshape(1, self._num_heads, -1))
 
 
 class _Run:
     """The state of the queries over the tokens of one run."""
 
     def __init__(self, query: npt.NDArray[np.float32], cap: float) -> None:
-        """query [H, R, D], R a multiple of 4, and cap as the loops want them."""
-        num_kv_heads, rows, head_dim = query.shape
+        """query [H, R, D / 16, 4, 16] and cap, as the loops want them."""
+        num_blocks = query.shape[0] * query.shape[1]
         self._query: Final = query
         self._cap: Final = np.float32(cap)
-        self._scores: Final = np.empty((num_kv_heads * rows // 4, _BLOCK // 4, 16), np.float32)
+        self._scores: Final = np.empty((num_blocks, _BLOCK // 4, 16), np.float32)
         self._addresses: Final = np.empty(_BLOCK + 4, np.int64)
-        self.tops: Final = np.full(num_kv_heads * rows, -np.inf, np.float32)
+        self.tops: Final = np.full(4 * num_blocks, -np.inf, np.float32)
         """Of every row the greatest score, in units of log2."""
-        self.sums: Final = np.zeros(num_kv_heads * rows, np.float32)
-        """Sum of the weights, relative to it; likewise `total` [H * R, D], of the weighted values."""
-        self.total: Final = np.zeros((num_kv_heads * rows, head_dim), np.float32)
+        self.sums: Final = np.zeros(4 * num_blocks, np.float32)
+        """Sum of the weights, relative to it; likewise `total` [H * R, D / 16, 4, 16], of the weighted values."""
+        self.total: Final = np.zeros((num_blocks, *query.shape[2:]), np.float32)
 
     def take(
         self,

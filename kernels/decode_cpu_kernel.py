@@ -24,7 +24,8 @@ _NUM_TOKENS = _NUM_ROWS = 4
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
-_OF_VECTOR_BYTES: Final = 4 * LANES
+_BYTES: Final = 4 * LANES
+"""Of a vector."""
 
 # Reassociation and fused operations round differently, not worse. NaN and infinity keep their meaning.
 _FAST_MATH: Final = {"reassoc", "contract", "nsz"}
@@ -142,21 +143,19 @@ def _load_tokens(
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _dots(
-    context: Any, stored: Any, query: Any, row_bytes: Any, table: Any, offset: Any, num_vectors: Any, output: Any
+    context: Any, stored: Any, query: Any, table: Any, offset: Any, num_vectors: Any, output: Any
 ) -> tuple[Any, Any]:
     """Products of four query rows and four keys, to 16 numbers at `output`: those of row 0 first."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, query, row_bytes, table, offset, num_vectors, output = arguments
+        _, query, table, offset, num_vectors, output = arguments
         addresses = _addresses(builder, table, offset)
 
         def body(i: ir.Value, sums: Sequence[ir.Value]) -> list[ir.Value]:
             keys = _load_tokens(builder, addresses, i, stored)
             added = []
             for row in range(_NUM_ROWS):
-                at = _at(
-                    builder, query, builder.mul(row_bytes, _INT64(row)), builder.mul(i, _INT64(_OF_VECTOR_BYTES))
-                )
+                at = _at(builder, query, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 elements = _load_floats(builder, at)
                 added += [
                     _fused(builder, elements, key, sums[row * _NUM_TOKENS + token]) for token, key in enumerate(keys)
@@ -172,17 +171,17 @@ def _dots(
         _store(builder, sums[0], output)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 6), generate
+    return types.void(stored, *[types.int64] * 5), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _weigh(
-    context: Any, stored: Any, total: Any, row_bytes: Any, table: Any, offset: Any, num_vectors: Any, weights: Any
+    context: Any, stored: Any, total: Any, table: Any, offset: Any, num_vectors: Any, weights: Any
 ) -> tuple[Any, Any]:
     """Add four values, by the 16 weights at `weights`, to four rows at `total`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, total, row_bytes, table, offset, num_vectors, weights = arguments
+        _, total, table, offset, num_vectors, weights = arguments
         addresses = _addresses(builder, table, offset)
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
@@ -195,9 +194,7 @@ def _weigh(
         def body(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
             values = _load_tokens(builder, addresses, i, stored)
             for row in range(_NUM_ROWS):
-                at = _at(
-                    builder, total, builder.mul(row_bytes, _INT64(row)), builder.mul(i, _INT64(_OF_VECTOR_BYTES))
-                )
+                at = _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 added = _load_floats(builder, at)
                 for token, value in enumerate(values):
                     added = _fused(builder, spread[row * _NUM_TOKENS + token], value, added)
@@ -207,7 +204,7 @@ def _weigh(
         _loop(builder, num_vectors, [], body)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 6), generate
+    return types.void(stored, *[types.int64] * 5), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -274,18 +271,17 @@ def decode_block(
 ) -> None:
     """Take tokens `first` to `last` of a table into the state of some queries.
 
-    stored: a number of the type that stands for the pages' (`_STORED`). query float32 [H, R, D], R a multiple of 4,
-    scaled so that products are in units of log2, or with a cap in units of it; cap: in units of log2, 0 for none.
+    stored: a number of the type that stands for the pages' (`_STORED`). query float32 [H, R, D / 16, 4, 16], of 4 R
+    rows a head, of which four lie together, a vector of each after the other; scaled so that products are in units of
+    log2, or with a cap in units of it; cap: in units of log2, 0 for none.
     pages: address of pages whose strides in bytes are `strides` int64 [4]: slot, plane, token, head. table int32, of
-    slots that are there. The state: tops float32 [H * R], greatest score; sums [H * R], and total [H * R, D], relative
-    to it; -inf, 0 and 0 at the start. Room of this call's own: scores float32 [H * R / 4, N / 4, 16] and addresses
-    int64 [N + 4], N being how many tokens are taken at once, a multiple of 4.
+    slots that are there. The state: tops float32 [H * R * 4], greatest score; sums [H * R * 4], and total [H * R,
+    D / 16, 4, 16], relative to it; -inf, 0 and 0 at the start. Room of this call's own: scores float32 [H * R, N / 4,
+    16] and addresses int64 [N + 4], N being how many tokens are taken at once, a multiple of 4.
     """
-    num_heads, num_rows, head_dim = query.shape
-    row_bytes = 4 * head_dim
-    num_vectors = head_dim // LANES
+    num_heads, blocks_a_head, num_vectors = query.shape[:3]
+    block_bytes = 4 * 4 * LANES * num_vectors
     most = 4 * scores.shape[1]
-    blocks_a_head = num_rows // 4
     query_at, total_at, scores_at = query.ctypes.data, total.ctypes.data, scores.ctypes.data
     addresses_at = addresses.ctypes.data
     greatest = np.empty(16, np.float32)
@@ -303,7 +299,7 @@ def decode_block(
             for head in range(num_heads):
                 for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
                     _dots(
-                        stored, query_at + 4 * block * row_bytes, row_bytes, addresses_at + 32 * four,
+                        stored, query_at + block * block_bytes, addresses_at + 32 * four,
                         head * strides[3], num_vectors, scores_at + 64 * (block * (most // 4) + four),
                     )  # fmt: skip
         if cap > _F(0.0):
@@ -327,8 +323,9 @@ def decode_block(
                     if sums[at] != _F(0.0):
                         factor = _exp2(tops[at] - top)
                         sums[at] *= factor
-                        for i in range(head_dim):
-                            total[at, i] *= factor
+                        for vector in range(num_vectors):
+                            for i in range(LANES):
+                                total[block, vector, row, i] *= factor
                     tops[at] = top
                 for token in range(4):
                     greatest[4 * row + token] = tops[at]
@@ -350,7 +347,7 @@ def decode_block(
             for head in range(num_heads):
                 for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
                     _weigh(
-                        stored, total_at + 4 * block * row_bytes, row_bytes, addresses_at + 32 * four,
+                        stored, total_at + block * block_bytes, addresses_at + 32 * four,
                         head * strides[3] + strides[1], num_vectors, scores_at + 64 * (block * (most // 4) + four),
                     )  # fmt: skip
         start += count

@@ -1,7 +1,7 @@
 """The parts of a context, what is asked of attention over them, and the state over none: what all ways share."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -31,11 +31,12 @@ class PagedPart:
     def cut(self, begin: int, end: int) -> "PagedPart":
         """The part of pages `begin` to `end`, whose table names no other pages than those that hold tokens."""
         page_size = self.pages.shape[2]
-        return replace(
-            self,
-            block_table=self.block_table[begin:end],
-            num_tokens=min(self.num_tokens, end * page_size) - begin * page_size,
-            first_position=None if self.first_position is None else self.first_position + begin * page_size,
+        return PagedPart(
+            self.pages,
+            self.block_table[begin:end],
+            min(self.num_tokens, end * page_size) - begin * page_size,
+            self.page_scales,
+            None if self.first_position is None else self.first_position + begin * page_size,
         )
 
 
