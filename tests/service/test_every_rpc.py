@@ -31,6 +31,8 @@ from tests.faults.machine import hung
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ServerProcess, arguments
 from tests.service.stored import NAMESPACE, PAGE, check, page_bytes, store
+from tests.service.test_load import inspected
+from tests.service.test_tcp import DIGEST, TOKEN
 
 DEADLINE_S: Final = 1.0
 """The server's own, of a call that brings none or a later one."""
@@ -43,7 +45,9 @@ COLD: Final = range(4 * PAGE)
 """On NVMe alone."""
 NEW: Final = range(5_000, 5_000 + PAGE)
 """Reserved before anything goes wrong, and committed afterwards."""
-METHODS: Final = {method.name: method for service in (wire.CACHE, wire.ADMIN) for method in service.methods}
+METHODS: Final[dict[str, MethodDescriptor]] = {
+    method.name: method for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods
+}
 
 PEER: Final = """
 import sys
@@ -87,11 +91,12 @@ def _requests(reservation: int) -> dict[str, Any]:
         "UnpinPrefix": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
         "Browse": pb.BrowseRequest(max_nodes=10),
         "Drain": pb.DrainRequest(),
+        "Enter": pb.Hello(protocol=wire.PROTOCOL, staging_bytes=1 << 16),
     }
 
 
 AT_ONCE: Final = [
-    {method.name for method in wire.CACHE.methods},
+    {method.name for method in (*wire.CACHE.methods, *wire.DOOR.methods)},
     {method.name for method in wire.ADMIN.methods} - {"Flush", "Drain"},
     {"Flush"},
 ]
@@ -101,13 +106,15 @@ AT_ONCE: Final = [
 class Caller:
     """Calls methods by their names and takes the time of each. `token` is that of the session."""
 
-    def __init__(self, directory: Path, token: bytes) -> None:
-        self._directory = directory
-        self._channels = {
-            service.full_name: grpc.insecure_channel(wire.address(str(directory / name)))
-            for service, name in ((wire.CACHE, wire.DATA_SOCKET), (wire.ADMIN, wire.ADMIN_SOCKET))
+    def __init__(self, server: ServerProcess, token: bytes) -> None:
+        self._directory = server.directory
+        places = {
+            wire.CACHE.full_name: wire.address(str(server.directory / wire.DATA_SOCKET)),
+            wire.ADMIN.full_name: wire.address(str(server.directory / wire.ADMIN_SOCKET)),
+            wire.DOOR.full_name: f"127.0.0.1:{inspected(server)['server']['tcp_port']}",
         }
-        self._metadata = ((wire.TOKEN_METADATA, token),)
+        self._channels = {service: grpc.insecure_channel(place) for service, place in places.items()}
+        self._metadata = ((wire.TOKEN_METADATA, token), (wire.ACCESS_METADATA, TOKEN.encode()))
 
     def close(self) -> None:
         for channel in self._channels.values():
@@ -193,12 +200,13 @@ def every_call_ends(tmp_path: Path, nvme: Path, troubles: set[str]) -> None:
     own."""
     assert set().union(*AT_ONCE) | {"Drain"} == set(METHODS) == set(_requests(0)), "a method is not called here"
     more: dict[str, Any] = {"nvme__bytes": '"8MiB"', "times__max_call_s": DEADLINE_S, "limits__leased_share": 1.0}
+    more |= {"tcp__listen": '"127.0.0.1:0"', "tcp__plain": "true", "tcp__token_sha256": f'"{DIGEST}"'}
     options = arguments(host_pages=HOST_PAGES, times__lease_s=30.0, **more)
     server = ServerProcess(tmp_path, [*options, "--nvme-dir", str(nvme)])
     with ExitStack() as stack:
         stack.callback(server.stop, signal.SIGKILL)
         client = stack.enter_context(connect(server.directory))
-        caller = Caller(server.directory, client.welcome.token)
+        caller = Caller(server, client.welcome.token)
         stack.callback(caller.close)
         assert store(client, COLD, durability=Durability.WAIT) == len(COLD)
         requests = _requests(0)
