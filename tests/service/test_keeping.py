@@ -240,7 +240,7 @@ def test_only_memory_that_an_arena_left_is_taken_over() -> None:
     first = Arena(HOST, 1 << 20, outlives=True)
     second = Arena(HOST, 1 << 20, outlives=True, fd=first.whole_fd)
     second.memory[:5] = b"pages"
-    assert first.memory[:5] == b"pages"
+    assert bytes(first.memory[:5]) == b"pages"
     sealed, loose = Arena(HOST, 1 << 20), os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, 1 << 20)
     for fd, num_bytes in ((first.whole_fd, 2 << 20), (sealed.whole_fd, 1 << 20), (loose, 1 << 20)):

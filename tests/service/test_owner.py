@@ -110,10 +110,10 @@ def test_a_walk_shows_every_page_once_in_bounded_steps(tmp_path: Path) -> None:
             while prefixes and prefixes[-1][:2] != (node.namespace, node.first_page):
                 prefixes.pop()
             assert prefixes or not node.first_page
-            tokens = (prefixes[-1][2] if prefixes else b"") + node.tokens
-            prefixes.append((node.namespace, node.first_page + node.num_pages, tokens))
+            packed = (prefixes[-1][2] if prefixes else b"") + node.tokens
+            prefixes.append((node.namespace, node.first_page + node.num_pages, packed))
             if not node.num_children:
-                whole.add((node.tenant, tokens))
+                whole.add((node.tenant, packed))
         expected = {("red", wire.pack_int32(tokens)) for tokens in red_prompts}
         assert whole == expected | {("blue", wire.pack_int32(range(4 * PAGE)))}
         (only_blue,) = walked(ask, 100, tenant="blue")

@@ -216,7 +216,7 @@ def called(server: ThreadServer) -> Iterator[Callable[..., Any]]:
 
         def call(service: Any, method: str, request: Any, reply: Any, metadata: Any = ()) -> Any:
             path = wire.path_of(service.methods_by_name[method])
-            asking = channel.unary_unary(path, lambda each: each.SerializeToString(), reply.FromString)
+            asking: Any = channel.unary_unary(path, lambda each: each.SerializeToString(), reply.FromString)
             try:
                 return asking(request, timeout=10, metadata=metadata)
             except grpc.RpcError as error:

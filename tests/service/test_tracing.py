@@ -75,7 +75,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def attributes(span: Span) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+    return {each.key: getattr(each.value, str(each.value.WhichOneof("value"))) for each in span.attributes}
 
 
 def test_each_call_is_a_span_with_its_end_and_its_sizes(tmp_path: Path, collector: Collector) -> None:
