@@ -3,8 +3,8 @@ table names; and none is left out as not applying."""
 
 import ast
 import re
-from pathlib import Path
-from typing import Final
+from functools import cache
+from typing import Final, NamedTuple
 
 from tests.cases.shown import CASES, FAULTS, INVARIANTS, SHOWN
 from tests.repository import ROOT, repository_files
@@ -15,23 +15,34 @@ _NUMBER: Final = re.compile(r"(?<![A-Za-z0-9])_?([CcFfIi]\d\d)(?![A-Za-z0-9])")
 _LEFT_OUT: Final = re.compile(r"not appl(y|icable)|\bskip|xfail", re.IGNORECASE)
 
 
-def _test_files() -> list[Path]:
-    return [
-        ROOT / path
-        for path in repository_files()
-        if path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py"
-    ]
+class Shows(NamedTuple):
+    """A test, and what it says that it shows."""
+
+    node: ast.FunctionDef
+    own: str
+    """Its name and its docstring."""
+    about: str
+    """The docstring of its file, which counts for all tests in it."""
 
 
-def _tests(source: str) -> dict[str, str]:
-    """The tests of a file, by name: the name and the text in which a test names what it shows. A file's own text counts
-    for each of its tests."""
+def _tests(source: str) -> dict[str, Shows]:
+    """The tests of a file, by name."""
     tree = ast.parse(source)
     about = ast.get_docstring(tree) or ""
     return {
-        node.name: f"{node.name} {ast.get_docstring(node) or ''} {about}"
+        node.name: Shows(node, f"{node.name} {ast.get_docstring(node) or ''}", about)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+@cache
+def _all_tests() -> dict[str, dict[str, Shows]]:
+    """Those of each file, by its path from tests/ on."""
+    return {
+        path.relative_to("tests").as_posix(): _tests((ROOT / path).read_text(encoding="utf-8"))
+        for path in repository_files()
+        if path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py"
     }
 
 
@@ -39,12 +50,13 @@ def _numbers(text: str) -> set[str]:
     return {number.upper() for number in _NUMBER.findall(text)}
 
 
+@cache
 def _named() -> set[str]:
     return {
         number
-        for path in _test_files()
-        for text in _tests(path.read_text("utf-8")).values()
-        for number in _numbers(text)
+        for tests in _all_tests().values()
+        for test in tests.values()
+        for number in _numbers(f"{test.own} {test.about}")
     }
 
 
@@ -54,8 +66,7 @@ def test_the_table_names_tests_that_there_are() -> None:
         assert places, number
         for place in places:
             file, name = place.split("::")
-            path = ROOT / "tests" / file
-            if not path.is_file() or name not in _tests(path.read_text("utf-8")):
+            if name not in _all_tests().get(file, {}):
                 missing.append(f"{number}: {place}")
     assert missing == []
 
@@ -74,13 +85,13 @@ def test_every_invariant_and_every_fault_is_shown() -> None:
 
 def test_no_case_is_left_out() -> None:
     """A test that names a case, or an invariant of the sidecar, is run: it is not skipped, here or anywhere."""
-    left_out = []
-    for path in _test_files():
-        source = path.read_text("utf-8")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and _numbers(f"{node.name} {ast.get_docstring(node) or ''}"):
-                text = "\n".join(ast.unparse(each) for each in (*node.decorator_list, *node.body))
-                left_out += [f"{path.name}::{node.name}"] * bool(_LEFT_OUT.search(text))
+    left_out = [
+        f"{file}::{name}"
+        for file, tests in _all_tests().items()
+        for name, test in tests.items()
+        if _numbers(test.own)
+        and any(_LEFT_OUT.search(ast.unparse(each)) for each in (*test.node.decorator_list, *test.node.body))
+    ]
     assert left_out == []
 
 
@@ -89,4 +100,5 @@ def test_a_test_names_what_stands_in_its_name_and_in_its_text() -> None:
     source = '"""F03."""\ndef test_c01_it() -> None:\n    """I02, not I021 nor XI03."""\ndef helper():\n    "I09"\n'
     found = _tests(source)
     assert list(found) == ["test_c01_it"]
-    assert _numbers(found["test_c01_it"]) == {"C01", "I02", "F03"}
+    assert _numbers(found["test_c01_it"].own) == {"C01", "I02"}
+    assert _numbers(found["test_c01_it"].about) == {"F03"}
