@@ -76,7 +76,7 @@ class Buffers:
 
 
 def _is_unused(region: mmap.mmap) -> bool:
-    """Whether there is no view of a map: while there is one, it refuses to be resized. To its own size changes nothing."""
+    """Whether there is no view of a map, which otherwise refuses to be resized, also to its own size."""
     try:
         region.resize(len(region))
     except BufferError:
