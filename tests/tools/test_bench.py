@@ -46,6 +46,7 @@ def test_bench_nvme_measures_every_row_and_leaves_nothing(tmp_path: Path, capsys
     assert list(directory.iterdir()) == []
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
     assert set(rows) >= NVME_ROWS
+    assert rows["enter_2m"]["baseline"]["name"] == "the copy alone"
     for name, row in rows.items():
         assert row["value"] > 0
         assert row["baseline"]["value"] > 0

@@ -3,8 +3,11 @@
 Both sides move pages of one size between the same memory (an arena in 2 MiB pages, as the host tier's) and the same
 file system, in one process, in short rounds that alternate; figures are medians over the rounds.
 
-- The tier is used as the movers use it: batches of 16 pages, several under way, checksums on, commits running.
-- The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins.
+- The tier is used as the movers use it: batches of 16 pages, several under way, checksums on, commits running. As
+  there, pages come with the checksums that were taken when they entered memory; what that costs has a row of its own,
+  `enter`: one thread copies pages in and takes them, beside the copy alone.
+- The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins, in slots
+  of the tier's own file that take turns with those that the tier writes.
 - Reads are cold: both sides go around the page cache, and no page is read twice in a round.
 - Writes go half into slots that were never used and half into slots that are freed to make room, as in a full tier.
   What was accepted counts; `synced` counts the time until all of it is durable too, on both sides. The store is large
@@ -22,6 +25,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Final
 
 import numpy as np
@@ -29,10 +33,11 @@ import numpy as np
 from hicache.layout import KVDtype, KVLayout
 from hicache.tier import HOST
 from hicache.tiers.arena import Arena
+from hicache.tiers.nvme.store import RESERVE_SHARE
+from hicache.tiers.sums import page_sums
 from hicache.tools.bench.nvme_sides import (
     BATCH_PAGES,
     MAX_IN_FLIGHT_BYTES,
-    RESERVE_BATCHES,
     FileSide,
     Load,
     Memory,
@@ -48,6 +53,7 @@ GOAL: Final = 0.95
 DEPTH_ROUNDS: Final = 3
 """Rounds in which every depth is tried."""
 FILE_ROUNDS: Final = 3
+ENTER_ROUNDS: Final = 5
 DURABLE_ROUNDS: Final = 12
 
 
@@ -73,12 +79,12 @@ class Plan:
     @property
     def rounds(self) -> int:
         """Rounds of each measurement: together they fill a store that keeps all of `RESERVE_BYTES` back."""
-        return max(16 // self.divisor, 2)
+        return max(8 // self.divisor, 2)
 
     @property
     def round_bytes(self) -> int:
         """What one side moves in a round: long enough for its beginning and end to be small beside it."""
-        return (256 << 20) // self.divisor
+        return (512 << 20) // self.divisor
 
     @property
     def short_round_bytes(self) -> int:
@@ -91,13 +97,13 @@ class Plan:
         return max((256 << 20) // self.divisor, 2 * MAX_IN_FLIGHT_BYTES)
 
     def store_batches(self, load: Load) -> int:
-        """Batches that either side has room for."""
-        return load.batches(self.round_bytes) * self.rounds + RESERVE_BATCHES
+        """Batches that the store has room for, of both sides."""
+        return 2 * load.batches(self.round_bytes) * self.rounds + load.batches(self.short_round_bytes)
 
     def needed_bytes(self) -> int:
         """Free space that the run takes at most at one time."""
-        stores = (self.store_batches(load) * BATCH_PAGES * load.shape.slot_bytes for load in LOADS)
-        return 2 * max(stores) + 2 * self.short_round_bytes + (64 << 20)
+        stores = ((self.store_batches(load) + 1) * BATCH_PAGES * load.shape.slot_bytes for load in LOADS)
+        return int(max(stores) / (1 - RESERVE_SHARE)) + 2 * self.short_round_bytes + (128 << 20)
 
 
 def check(plan: Plan) -> None:
@@ -146,15 +152,18 @@ class _Bench:
     async def measure(self) -> None:
         """Everything, one after the other."""
         plan, load = self._plan, self._load
-        memory = Memory(self._memory, load.page_bytes)
+        memory = Memory(self._memory, load.shape)
         num_batches, num_short = load.batches(plan.round_bytes), load.batches(plan.short_round_bytes)
-        raw = RawSide(load, memory, self._directory / "raw", plan.rounds * num_batches + num_short)
-        tier = TierSide(load, memory, self._directory / "tier", plan.rounds * num_batches)
+        tier = TierSide(load, memory, self._directory / "tier", plan.store_batches(load))
+        raw = RawSide(tier, memory, self._directory / "tier")
         files = FileSide(memory, self._directory / "files")
         try:
+            self._note(f"{load.name}: into memory")
+            self._enter(memory)
             self._note(f"{load.name}: the raw loop at depths {', '.join(map(str, DEPTHS))}")
             self._try_depths(raw, num_short)
             self._note(f"{load.name}: writing")
+            memory.take_sums()  # not sooner: what was read so far has come into the same memory
             for index in range(plan.rounds):
                 await self._write_round(tier, raw, num_batches, reuse=False, tier_first=index % 2 == 0)
             for index in range(plan.rounds):
@@ -165,6 +174,7 @@ class _Bench:
                 await self._read_round(tier, raw, num_batches, tier_first=index % 2 == 0)
             self._raise_bounds()
             self._note(f"{load.name}: single batches until they are durable")
+            memory.take_sums()
             for _ in range(DURABLE_ROUNDS):
                 self._figures["durable.tier"].append(1e3 * (await tier.write(1, reuse=True)).durable_s)
                 durable_s = raw.write(1, reuse=True, depth=self._depth["write"]).durable_s
@@ -177,6 +187,19 @@ class _Bench:
             files.close()
             raw.close()
             await tier.close()
+
+    def _enter(self, memory: Memory) -> None:
+        """Copy pages from buffers to others, as a thread does that brings them into memory."""
+        num_batches = self._load.batches(self._plan.short_round_bytes)
+        ranges = self._load.shape.layer_ranges
+        for with_sums in (False, True) * ENTER_ROUNDS:
+            pairs = [(page, into) for _ in range(num_batches) for page, into in zip(memory.batch(), memory.batch())]
+            began = perf_counter()
+            for page, into in pairs:
+                np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(page, np.uint8))
+                if with_sums:
+                    page_sums(into, ranges)
+            self._add("enter.sums" if with_sums else "enter.copy", num_batches, perf_counter() - began)
 
     def _try_depths(self, raw: RawSide, num_batches: int) -> None:
         raw.write(num_batches, reuse=False, depth=DEPTHS[-1])
@@ -243,6 +266,8 @@ class _Bench:
             files = Baseline("one file a page", self._median(measured))
             report(Row(row, value, "GB/s", files, bound[way], higher_is_better=True))
 
+        copy = Baseline("the copy alone", self._median("enter.copy"))
+        report(Row(f"enter_{name}", self._median("enter.sums"), "GB/s", copy, higher_is_better=True))
         beside_raw(f"read_{name}", "read", "read", goal=GOAL)
         beside_raw(f"write_{name}", "write", "written", goal=GOAL)
         beside_raw(f"write_{name}_new_slots", "write", "new")

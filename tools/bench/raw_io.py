@@ -1,7 +1,7 @@
 """The device itself: direct I/O in a loop of threads, one page a call, without checksums or headers.
 
-What the NVMe tier is compared with. The file is preallocated, as the tier's segments are, and the buffers are the
-tier's own, so that both sides meet the same device, the same kind of blocks and the same memory.
+What the NVMe tier is compared with. The file is a preallocated segment of the tier's, and the buffers are the tier's
+own, so that both sides meet the same device, the same blocks and the same memory.
 """
 
 import os
@@ -19,16 +19,11 @@ Transfer = tuple[int, memoryview]
 
 
 class RawFile:
-    """A preallocated file, read and written around the page cache. Raises `OSError` as the system does, EINVAL where
+    """A file that is there, read and written around the page cache. Raises `OSError` as the system does, EINVAL where
     the file system takes no direct I/O."""
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(self._fd, 0, num_bytes)
-        except OSError:
-            os.close(self._fd)
-            raise
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         self._threads = ThreadPoolExecutor(max(DEPTHS), "bench-raw")
 
     def read(self, transfers: Sequence[Transfer], depth: int) -> float:
