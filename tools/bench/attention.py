@@ -49,7 +49,7 @@ NVME_BYTES: Final = 4 * NUM_TOKENS * LAYERS * 2 * HEADS * DIM * 4
 """Of the NVMe tier, which is larger than what it has to hold."""
 NUM_NEW: Final = 512
 ROUNDS: Final = 9
-STEPS: Final = 4
+STEPS: Final = 16
 """Of decode, one after the other, for which a time is taken: a model has many layers, and a request many tokens."""
 PREFILL_GOAL, DECODE_GOAL = 1.15, 1.25
 SPARSE_TOKENS: Final = 2048
