@@ -9,7 +9,7 @@ from hicache.kernels import attend_torch
 from hicache.tools.bench import attention
 from hicache.tools.bench.attention import Scale
 from hicache.tools.bench.demo_kv import Recorded
-from hicache.tools.bench.results import Row
+from hicache.tools.bench.results import Peak, Row
 
 
 @pytest.mark.slow
@@ -31,6 +31,11 @@ def test_a_context_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rows["decode_q1"].bound == rows["decode_q1"].baseline.value  # type: ignore[union-attr]  # it has one
     assert all(row.value > 0 for row in rows.values())
     assert not list(tmp_path.glob("*bench*"))
+
+
+def test_a_row_beyond_its_budget_is_missed() -> None:
+    assert Row("decode", 1.0, "ms", goal=2.0, peak=Peak("device", 10, 10)).ok
+    assert Row("decode", 1.0, "ms", goal=2.0, peak=Peak("device", 11, 10)).ok is False
 
 
 @pytest.mark.parametrize("num_tokens", [256, 512])
