@@ -51,6 +51,11 @@ class Publishing(Structure):
             self._heal(node)
         return node is not None
 
+    @property
+    def num_publications(self) -> int:
+        """How many prefixes are published now, over all tenants."""
+        return len(self._published.publications)
+
     def publications(self) -> list[PublicationInfo]:
         """What is published now, over all tenants, in the order of publishing."""
         return [

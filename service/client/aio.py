@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, TypeVar
 
+from hicache.arguments import whole
 from hicache.errors import Closed, DeadlineExceeded, HicacheError
 from hicache.service.client import calls
 from hicache.service.client.calls import Attachment, Reserved, Steps
@@ -100,6 +101,17 @@ class AsyncClient(SessionFace):
         """See `Client.unpin`."""
         if pinned.lease_id and self._attachment is not None:
             await self._release(self._attachment, [pinned.lease_id])
+
+    async def publish(self, prompt: Prompt, *, timeout_s: float | None = None) -> int:
+        """See `Client.publish`."""
+        return await self._run(lambda attachment: calls.publish(attachment, prompt, len(prompt), False), timeout_s)
+
+    async def unpublish(self, prompt: Prompt, num_tokens: int, *, timeout_s: float | None = None) -> bool:
+        """See `Client.unpublish`."""
+        whole("num_tokens", num_tokens, 1, len(prompt))
+        return bool(
+            await self._run(lambda attachment: calls.publish(attachment, prompt, num_tokens, True), timeout_s)
+        )
 
     async def reserve(
         self, prompt: Prompt, *, num_tokens: int | None = None, first_page: int = 0, timeout_s: float | None = None

@@ -238,6 +238,13 @@ def commit(
     return Committed(Outcome(reply.outcome), reason_name(reply.reason), reply.num_tokens, reply.sequence)
 
 
+def publish(attachment: Attachment, prompt: Prompt, num_tokens: int, withdraw: bool) -> Steps[int]:
+    """Let other tenants have what is cached of a prompt's first tokens, or end that."""
+    message = pb.PublishRequest(withdraw=withdraw)
+    reply = yield from _with_prefix(attachment, prompt, num_tokens, "Publish", message)
+    return int(reply.num_tokens)
+
+
 def prefetch(attachment: Attachment, prompt: Prompt, within_s: float, max_pages: int) -> Steps[Prefetched]:
     """Have what NVMe alone has of a prompt brought to the arena."""
     milliseconds = max(1, round(within_s * 1000))
@@ -284,6 +291,7 @@ REPLIES: Final[Mapping[str, type[Message]]] = {
     "Commit": pb.CommitReply,
     "Prefetch": pb.PrefetchReply,
     "Hint": pb.HintReply,
+    "Publish": pb.PublishReply,
     "Read": pb.ReadReply,
     "Write": pb.WriteReply,
 }

@@ -10,6 +10,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
+from hicache.arguments import whole
 from hicache.errors import BadRequest, Closed, DeadlineExceeded, HicacheError
 from hicache.service import wire
 from hicache.service.client import calls
@@ -134,6 +135,17 @@ class Client(SessionFace):
         """End what `pin` began. Again, and after the session, is harmless."""
         if pinned.lease_id and self._attachment is not None:
             self._release(self._attachment, [pinned.lease_id])
+
+    def publish(self, prompt: Prompt, *, timeout_s: float | None = None) -> int:
+        """Let all other tenants have what is cached of a prompt, in whole pages: a system prompt, say. Returns how many
+        tokens those are; 0 when nothing is cached. Lasts until `unpublish`, or until the pages have left the cache."""
+        return self._run(lambda attachment: calls.publish(attachment, prompt, len(prompt), False), timeout_s)
+
+    def unpublish(self, prompt: Prompt, num_tokens: int, *, timeout_s: float | None = None) -> bool:
+        """End the publication of a prompt's first `num_tokens` tokens, as `publish` counted them; whether there was
+        one. Copies that others have made stay theirs. Raises `BadRequest`."""
+        whole("num_tokens", num_tokens, 1, len(prompt))
+        return bool(self._run(lambda attachment: calls.publish(attachment, prompt, num_tokens, True), timeout_s))
 
     def reserve(
         self, prompt: Prompt, *, num_tokens: int | None = None, first_page: int = 0, timeout_s: float | None = None

@@ -430,6 +430,20 @@ class HintReply(_message.Message):
     num_tokens: int
     def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
+class PublishRequest(_message.Message):
+    __slots__ = ("prefix", "withdraw")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    prefix: Prefix
+    withdraw: bool
+    def __init__(self, prefix: _Optional[_Union[Prefix, _Mapping]] = ..., withdraw: _Optional[bool] = ...) -> None: ...
+
+class PublishReply(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+
 class InspectRequest(_message.Message):
     __slots__ = ("view",)
     VIEW_FIELD_NUMBER: _ClassVar[int]

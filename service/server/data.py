@@ -1,7 +1,7 @@
 """What engines call. Each call translates its message, asks the cache, and says what happened."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
 
 import grpc.aio
@@ -14,6 +14,7 @@ from hicache.node import Node
 from hicache.residency import Residency
 from hicache.service.errors import LimitReached, UnknownSession, reason_of
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.adopting import Adopting
 from hicache.service.server.edge import Call
 from hicache.service.server.pieces import read_piece, write_piece
 from hicache.service.server.session import Lent, Session, Tokens
@@ -36,11 +37,20 @@ _TIERS: Final = {HOST: pb.TIER_HOST, NVME: pb.TIER_NVME}
 class DataCalls:
     """The service `Cache`. Belongs to the event loop."""
 
-    def __init__(self, cache: Cache, host: HostTier, sessions: Sessions, storing: Storing) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        host: HostTier,
+        sessions: Sessions,
+        storing: Storing,
+        start: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """`start`: carry something out that no call waits for any more; it raises nothing."""
         self._cache: Final = cache
         self._host: Final = host
         self._sessions: Final = sessions
         self._storing: Final = storing
+        self._adopting: Final = Adopting(cache, host, start)
 
     # -- the session --------------------------------------------------------------------------------------------------
 
@@ -102,6 +112,9 @@ class DataCalls:
     async def lookup(self, call: Call, request: pb.LookupRequest) -> pb.LookupReply:
         """See the proto. Does not wait."""
         match = self._sessions.names.match(call.session, request.prefix)
+        if self._cache.tree.num_publications and (theirs := self._published(call.session, request.prefix, match)):
+            coverage = self._cache.coverage(theirs)
+            return pb.LookupReply(num_tokens=coverage.num_tokens, runs=_runs(coverage))
         coverage = self._cache.coverage(match)
         return pb.LookupReply(
             num_tokens=coverage.num_tokens,
@@ -109,6 +122,14 @@ class DataCalls:
             runs=_runs(coverage),
             handle=self._handle(call.session, request.prefix.namespace_id, match),
         )
+
+    def _published(self, session: Session, prefix: pb.Prefix, own: Match) -> Match | None:
+        """What another tenant has published of a prefix, if that is more than the session's tenant has. Parallel ranks
+        have only their own."""
+        if len(session.registered(prefix.namespace_id).ranks) > 1:
+            return None
+        theirs = self._cache.tree.match(*self._sessions.names.resolve(session, prefix))
+        return theirs if theirs.num_tokens > own.num_tokens else None
 
     def _handle(self, session: Session, namespace_id: int, match: Match) -> int:
         if not match.nodes:
@@ -124,6 +145,11 @@ class DataCalls:
         sessions.require_lease(session)
         namespace, tokens = sessions.names.resolve(session, request.prefix)
         match = sessions.names.match(session, request.prefix)
+        if cache.tree.num_publications and self._published(session, request.prefix, match):
+            most = request.first_page + sessions.room(session)
+            await self._adopting.adopt(namespace, tokens[: most * page_size], deadline=call.deadline)
+            sessions.require(session)
+            match = cache.tree.match(namespace, tokens, published=False)
         coverage = cache.coverage(match)
         self._count(tokens, coverage)
         reason, most = pb.REASON_NONE, request.first_page + sessions.room(session)
@@ -248,6 +274,16 @@ class DataCalls:
             raise LimitReached(f"{len(request.ids)} ids are more than {MAX_RELEASED}", field="ids")
         num_released = sum([self._sessions.release(call.session, number) for number in request.ids])
         return pb.ReleaseReply(num_released=num_released)
+
+    async def publish(self, call: Call, request: pb.PublishRequest) -> pb.PublishReply:
+        """See the proto. Does not wait."""
+        registered = call.session.registered(request.prefix.namespace_id)
+        if len(registered.ranks) > 1:
+            raise BadRequest("prefix.namespace_id", "pages of several parallel ranks cannot be published")
+        namespace, tokens = self._sessions.names.resolve(call.session, request.prefix)
+        if not request.withdraw:
+            return pb.PublishReply(num_tokens=self._cache.publish(namespace, tokens))
+        return pb.PublishReply(num_tokens=len(tokens) if self._cache.unpublish(namespace, tokens) else 0)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

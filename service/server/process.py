@@ -208,7 +208,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         times = server.call_times
         intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
         edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake)
-        calls = DataCalls(server.cache, served.host, server.sessions, server.storing)
+        calls = DataCalls(server.cache, served.host, server.sessions, server.storing, server.start)
         data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
         await _listen(data, directory / wire.DATA_SOCKET)
         directory.share(wire.DATA_SOCKET)

@@ -85,6 +85,7 @@ def _requests(reservation: int) -> dict[str, Any]:
         "Evict": pb.EvictRequest(tier=pb.TIER_HOST, num_pages=HOST_PAGES),
         "Verify": pb.VerifyRequest(),
         "Flush": pb.FlushRequest(),
+        "Publish": pb.PublishRequest(prefix=cold),
         "Read": pb.ReadRequest(lease=1, length=1),
         "Write": pb.WriteRequest(reservation=1, data=b"x"),
         "PinPrefix": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
