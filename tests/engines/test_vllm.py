@@ -111,7 +111,9 @@ def test_beside_vllms_own_cache_and_with_many_requests_at_once(
     few = {"num_gpu_blocks_override": 96, "max_num_seqs": 8, "max_model_len": 2048}
     with engine(model, tmp_path, settings(sidecar), **few) as running:
         first = running.ask(prompts, together=True)
-        assert running.reset()
+        # Blocks that were saved are free when the engine has made another step.
+        while not running.reset():
+            running.ask([prompts[0][:3]])
         second = running.ask(prompts, together=True)
     assert first.tokens == second.tokens == plain.tokens
 
