@@ -114,12 +114,12 @@ def make_model(directory: Path, *, seed: int = 3, **more: Any) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # made in torch's own default, which is float32
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, **more,
     )  # fmt: skip
-    LlamaForCausalLM(config).float().save_pretrained(directory)
+    LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
 

@@ -5,9 +5,10 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
+import torch
 
 from tests.engines.running import (
     NEW_TOKENS,
@@ -24,7 +25,7 @@ from tests.service.serving import ServerProcess, ThreadServer
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
-OWN_CACHE_OFF = {"enable_prefix_caching": False}
+OWN_CACHE_OFF: Final[dict[str, Any]] = {"enable_prefix_caching": False}
 """So that every hit is the sidecar's."""
 
 
@@ -108,7 +109,7 @@ def test_beside_vllms_own_cache_and_with_many_requests_at_once(
     model: Path, prompts: list[Tokens], plain: Answers, sidecar: ServerProcess, tmp_path: Path
 ) -> None:
     # So few blocks that requests are preempted, and come back.
-    few = {"num_gpu_blocks_override": 96, "max_num_seqs": 8, "max_model_len": 2048}
+    few: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_seqs": 8, "max_model_len": 2048}
     with engine(model, tmp_path, settings(sidecar), **few) as running:
         first = running.ask(prompts, together=True)
         # Blocks that were saved are free when the engine has made another step.
@@ -154,8 +155,8 @@ def garble(server: Any) -> None:
     """Turn every page of the arena into other numbers."""
     host = server.cache.tiers["host"]
     for slot in range(host.capacity_pages):
-        page = host.array(slot).view("float32")
-        page[:] = page[::-1].copy() + 1.0
+        page = host.tensor[slot].view(torch.float32)
+        page.copy_(page.flip(0) + 1.0)
 
 
 def test_a_sidecar_that_comes_later_is_found(
