@@ -15,6 +15,7 @@ from hicache.service.config import ServeConfig
 from hicache.service.options import Options
 from hicache.tier import HOST, NVME, Tier, TierId
 from hicache.tiers.host import HostTier
+from hicache.tiers.nvme.geometry import PageShape
 
 _KEYS: Final = {
     "host_bytes": "host.bytes",
@@ -70,10 +71,17 @@ async def open_cache(
     make_host: Callable[..., HostTier] = HostTier,
 ) -> Served:
     """Open the tiers; if one refuses, those before it are closed. `listeners` hear of all copies, those found on NVMe
-    included. `make_host` is given `page_bytes` and `capacity_bytes`. Raises `TierUnavailable`, `BadRequest`."""
+    included. `make_host` is given `page_bytes`, `capacity_bytes` and `layer_bytes`. Raises `TierUnavailable`,
+    `BadRequest`."""
     async with AsyncExitStack() as stack:
         # Allocating takes a while; a thread does it, so that signals are heard meanwhile.
-        host = await wrap(make_host)(page_bytes=options.layout.page_bytes, capacity_bytes=options.host_bytes)
+        layout = options.layout
+        host = await wrap(make_host)(
+            page_bytes=layout.page_bytes,
+            capacity_bytes=options.host_bytes,
+            # Checksums of layers are of use to NVMe alone.
+            layer_bytes=PageShape.of(layout).layer_bytes if options.nvme_dirs else None,
+        )
         stack.push_async_callback(host.close)
         tiers: dict[TierId, Tier] = {HOST: host}
         if options.nvme_dirs:

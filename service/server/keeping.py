@@ -14,7 +14,7 @@ finds on leaving its lease that they may be others.
 import logging
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -84,7 +84,7 @@ class Keeper:
         self.num_restored = 0
         """Pages that came back."""
 
-    def make_host(self, *, page_bytes: int, capacity_bytes: int) -> HostTier:
+    def make_host(self, *, page_bytes: int, capacity_bytes: int, layer_bytes: Sequence[int] | None) -> HostTier:
         """The host tier, over the arena that was kept if it is of this size, else over a new one, which the supervisor
         is given. Blocks, some 0.1 s a GiB of pages that come back: for a thread. Raises `TierUnavailable`."""
         nodes = self._read()
@@ -92,7 +92,7 @@ class Keeper:
         if ARENA in self._kept and GENERATIONS in self._kept:
             try:
                 host = HostTier(
-                    page_bytes=page_bytes, capacity_bytes=capacity_bytes, outlives=True,
+                    page_bytes=page_bytes, capacity_bytes=capacity_bytes, layer_bytes=layer_bytes, outlives=True,
                     kept=(self._kept[ARENA], self._kept[GENERATIONS]),
                 )  # fmt: skip
             except HicacheError as error:
@@ -102,7 +102,9 @@ class Keeper:
         for fd in self._kept.values():
             os.close(fd)
         if host is None:
-            host = HostTier(page_bytes=page_bytes, capacity_bytes=capacity_bytes, outlives=True)
+            host = HostTier(
+                page_bytes=page_bytes, capacity_bytes=capacity_bytes, layer_bytes=layer_bytes, outlives=True
+            )
         else:
             self._nodes = [_verified(node, host) for node in nodes]
             host.take_over(_slots_of(self._nodes))

@@ -2,8 +2,11 @@
 
     reserve   the pages before the new ones are leased, arena and staging slots are taken; nothing can be found
     (client)  writes its staging slots
-    commit    a thread copies staging to the arena and takes the checksum of the copy; then, in one step of the loop,
-              the pages are published in the tree and the reservation ends
+    commit    threads copy staging to the arena and take checksums of the copy; then, in one step of the loop, the pages
+              are published in the tree and the reservation ends
+
+The checksums are those that travel with a page (`hicache.tiers.sums`): all of them where the arena keeps them, as there
+is a slower tier that would have to take them otherwise; else the whole page's alone, which costs next to nothing.
 
 A commit is carried out by a task of the server's own: a client that stops waiting, or ends, leaves neither a
 half-copied page nor a lost slot. What the client changes in its staging memory meanwhile shows in its own pages alone.
@@ -16,7 +19,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
@@ -29,9 +32,10 @@ from hicache.service.errors import Draining, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.session import Reservation, Session, Tokens
 from hicache.service.server.sessions import Sessions
-from hicache.tier import HOST, PageIdentity, Slots, TierId
+from hicache.tier import HOST, PageIdentity, PageSums, Slots, TierId
 from hicache.tiers.host import HostTier
 from hicache.tiers.memory import started_executor
+from hicache.tiers.sums import payload_checksum, whole_sum
 from hicache.tokens import check_ids
 
 CHUNK_BYTES: Final = 2 << 20
@@ -58,6 +62,17 @@ class Stored:
     reason: "pb.Reason"
 
 
+class _Copied(NamedTuple):
+    """What a thread found of a page that it copied."""
+
+    whole: int
+    """Its own checksum."""
+    sums: PageSums | None
+    """All that travel with it; None where only its own was taken."""
+    crc: int
+    """Its CRC-32C, where the client has sent one; else 0."""
+
+
 class Storing:
     """Reserves and commits for all sessions of a server. Belongs to its loop."""
 
@@ -72,6 +87,7 @@ class Storing:
         self._host: Final = host
         self._start: Final = start
         self._sums: Final = np.zeros(host.capacity_pages, np.uint32)
+        """Checksums of whole pages."""
         self._sum_generations: Final = np.full(host.capacity_pages, -1, np.int64)
         """In which life of its slot each checksum was taken."""
         self._num_threads: Final = min(MAX_THREADS, os.cpu_count() or 1)
@@ -91,7 +107,7 @@ class Storing:
         ]
 
         def compare() -> list[bool | None]:
-            return [None if each is None else checksum(self._host.view(each[0])) == each[1] for each in known]
+            return [None if each is None else payload_checksum(self._host.view(each[0])) == each[1] for each in known]
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, compare)
 
@@ -228,13 +244,13 @@ class Storing:
         stored = Stored(None, 0, pb.REASON_CLOSED)
         try:
             try:
-                reason = await self._copy(session, reservation, checksums)
+                reason, sums = await self._copy(session, reservation, checksums)
             except BaseException:
                 self.cache.free({HOST: reservation.slots})
                 raise
             stored = Stored(None, 0, reason)
             if reason == pb.REASON_NONE:
-                stored = self._publish(reservation)
+                stored = self._publish(reservation, sums)
             else:
                 self.cache.free({HOST: reservation.slots})
         finally:
@@ -242,37 +258,53 @@ class Storing:
             if not done.done():
                 done.set_result(stored)
 
-    async def _copy(self, session: Session, reservation: Reservation, checksums: bytes) -> "pb.Reason":
-        """Copy the staging slots to the arena in threads, and compare checksums where some were sent."""
+    async def _copy(
+        self, session: Session, reservation: Reservation, checksums: bytes
+    ) -> "tuple[pb.Reason, list[PageSums | None]]":
+        """Copy the staging slots to the arena in threads, and compare checksums where some were sent; what travels with
+        the copies."""
         staging = session.staging
         if staging is None or session.ended.is_set():
-            return pb.REASON_UNKNOWN_SESSION
-        page_bytes = self.cache.layout.page_bytes
-        pairs = list(zip(reservation.staging_slots.tolist(), reservation.slots.tolist(), strict=True))
-        views = [(staging.view(source, page_bytes), self._host.view(target)) for source, target in pairs]
+            return pb.REASON_UNKNOWN_SESSION, []
+        page_bytes, slots = self.cache.layout.page_bytes, reservation.slots.tolist()
+        pages = [
+            (staging.view(source, page_bytes), slot)
+            for source, slot in zip(reservation.staging_slots.tolist(), slots, strict=True)
+        ]
         # One hand-off a thread: between two of them the loop would have to run.
-        num_parts = min(self._num_threads, len(views), max(1, len(views) * page_bytes // CHUNK_BYTES))
-        borders = [len(views) * part // num_parts for part in range(num_parts + 1)]
+        num_parts = min(self._num_threads, len(pages), max(1, len(pages) * page_bytes // CHUNK_BYTES))
+        borders = [len(pages) * part // num_parts for part in range(num_parts + 1)]
         staging.hold()
         try:
             loop = asyncio.get_running_loop()
             parts = [
-                loop.run_in_executor(self._threads, _copy_and_sum, views[start:end])
+                loop.run_in_executor(self._threads, self._copy_part, pages[start:end], bool(checksums))
                 for start, end in pairwise(borders)
             ]
             await _ended(parts)
-            sums = [each for part in parts for each in part.result()]
+            copied = [each for part in parts for each in part.result()]
         finally:
-            for source, _ in views:
+            for source, _ in pages:
                 source.release()
             staging.let_go()
-        if checksums and list(struct.unpack(f"<{len(sums)}I", checksums)) != sums:
-            return pb.REASON_CORRUPT_PAGE
-        self._sums[reservation.slots] = sums
-        self._sum_generations[reservation.slots] = [self._host.generation(target) for _, target in pairs]
-        return pb.REASON_NONE
+        if checksums and list(struct.unpack(f"<{len(slots)}I", checksums)) != [each.crc for each in copied]:
+            return pb.REASON_CORRUPT_PAGE, []
+        self._sums[reservation.slots] = [each.whole for each in copied]
+        self._sum_generations[reservation.slots] = [self._host.generation(slot) for slot in slots]
+        return pb.REASON_NONE, [each.sums for each in copied]
 
-    def _publish(self, reservation: Reservation) -> Stored:
+    def _copy_part(self, pages: Sequence[tuple[memoryview, int]], has_crc: bool) -> list[_Copied]:
+        """Copy pages to their slots, and take the checksums of each copy while it is in the processor's cache."""
+        copied = []
+        for source, slot in pages:
+            page = self._host.view(slot)
+            np.copyto(np.frombuffer(page, np.uint8), np.frombuffer(source, np.uint8))
+            sums = self._host.take_sums(slot) if self._host.num_sums else None
+            whole = whole_sum(sums) if sums is not None else payload_checksum(page)
+            copied.append(_Copied(whole, sums, checksum(page) if has_crc else 0))
+        return copied
+
+    def _publish(self, reservation: Reservation, sums: Sequence[PageSums | None]) -> Stored:
         """Put copied pages into the tree, all at once."""
         cache, tree, slots, first_page = self.cache, self.cache.tree, reservation.slots, reservation.first_page
         path = cache.path(reservation.lease)
@@ -290,7 +322,7 @@ class Storing:
             cache.counters.pages_refused += len(slots)
             cache.free({HOST: slots})
             return Stored(None, 0, pb.REASON_NO_ROOM)
-        self._declare(reservation, chain)
+        self._declare(reservation, sums, chain)
         cache.counters.metadata_dropped_pages += inserted.num_dropped
         cache.counters.pages_published += len(slots) - len(inserted.duplicates)
         cache.counters.pages_duplicate += len(inserted.duplicates)
@@ -302,13 +334,14 @@ class Storing:
         self.bytes_stored += len(slots) * cache.layout.page_bytes
         return Stored(inserted.node, len(reservation.tokens), pb.REASON_NONE)
 
-    def _declare(self, reservation: Reservation, chain: bytes) -> None:
+    def _declare(self, reservation: Reservation, sums: Sequence[PageSums | None], chain: bytes) -> None:
         """Tell the arena which pages its slots hold now."""
         digest, page_size = reservation.namespace.digest, self.cache.layout.page_size
         packed = reservation.tokens.astype("<i4").tobytes()
-        for page, slot in enumerate(reservation.slots.tolist(), start=reservation.first_page):
+        slots = reservation.slots.tolist()
+        for page, (slot, each) in enumerate(zip(slots, sums, strict=True), start=reservation.first_page):
             identity = PageIdentity(digest, chain, packed[4 * page * page_size : 4 * (page + 1) * page_size])
-            self._host.declare(slot, self._host.generation(slot), identity)
+            self._host.declare(slot, self._host.generation(slot), identity, each)
             chain = identity.chain
 
     # -- durability ---------------------------------------------------------------------------------------------------
@@ -335,7 +368,7 @@ class Storing:
             return  # the cache closes; the promise is settled as lost
 
 
-async def _ended(parts: Iterable["asyncio.Future[list[int]]"]) -> None:
+async def _ended(parts: Iterable["asyncio.Future[list[_Copied]]"]) -> None:
     """Wait until every thread has ended its part, even when cancelled: until then the memory is in use."""
     cancelled: asyncio.CancelledError | None = None
     waiting = set(parts)
@@ -349,15 +382,6 @@ async def _ended(parts: Iterable["asyncio.Future[list[int]]"]) -> None:
         raise cancelled
 
 
-def _copy_and_sum(pages: Sequence[tuple[memoryview, memoryview]]) -> list[int]:
-    """Copy each page and return the CRC-32C of each copy, taken while it is in the processor's cache."""
-    sums = []
-    for source, target in pages:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-        sums.append(checksum(target))
-    return sums
-
-
 def checksum(page: memoryview) -> int:
-    """CRC-32C of a page."""
+    """CRC-32C of a page, as clients send it."""
     return int(crc32c(page, 0, len(page) >= GIL_KEPT_BELOW))

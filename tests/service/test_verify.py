@@ -25,13 +25,7 @@ def test_a_page_that_changed_in_the_arena_is_forgotten(tmp_path: Path) -> None:
     with thread_server(tmp_path) as server, connect(server.directory) as client:
         store(client, range(4 * PAGE))
         assert _verify(server) == (4, 0, 0)
-
-        def damage(inside: Any) -> None:
-            (session,) = inside.sessions
-            (node,) = inside.cache.tree.match(session.namespaces[0].own, range(PAGE)).nodes
-            inside.cache.tiers[HOST].view(int(node.slots(HOST)[2]))[17] ^= 1
-
-        server.call(damage)
+        server.call(_damage_a_slot)
         assert _verify(server) == (4, 1, 0)
         assert client.lookup(Prompt(NAMESPACE, range(4 * PAGE))).num_tokens == 2 * PAGE
         assert check(client, range(4 * PAGE)) == 2 * PAGE
@@ -50,6 +44,25 @@ def test_a_page_that_changed_on_nvme_is_forgotten(tmp_path: Path) -> None:
         _damage_a_segment(tmp_path / "nvme")
         assert _verify(server) == (4, 1, 0)
         assert check(client, range(4 * PAGE)) < 4 * PAGE
+
+
+def test_a_page_that_changed_in_the_arena_is_found_when_it_comes_back_from_nvme(tmp_path: Path) -> None:
+    """I04: its checksums were taken at the commit, and went to NVMe with it."""
+    options = {"nvme__bytes": 256 * LAYOUT.page_bytes, "nvme__dir": str(tmp_path / "nvme")}
+    with thread_server(tmp_path, **options) as server, connect(server.directory) as client:
+        store(client, range(4 * PAGE))
+        server.call(_damage_a_slot)
+        server.run(leave_the_host(server))
+        assert client.lookup(Prompt(NAMESPACE, range(4 * PAGE))).num_tokens == 4 * PAGE, "nobody has looked yet"
+        assert check(client, range(4 * PAGE)) == 2 * PAGE
+        server.call(lambda inside: inside.cache.tree.check_integrity())
+
+
+def _damage_a_slot(inside: Any) -> None:
+    """Flip a bit of the third page in the arena."""
+    (session,) = inside.sessions
+    (node,) = inside.cache.tree.match(session.namespaces[0].own, range(PAGE)).nodes
+    inside.cache.tiers[HOST].view(int(node.slots(HOST)[2]))[17] ^= 1
 
 
 def _damage_a_segment(directory: Path) -> None:
