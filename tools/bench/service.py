@@ -242,5 +242,6 @@ def _line(process: "subprocess.Popen[str]") -> str:
     if line := process.stdout.readline():
         return line
     process.kill()
-    said = process.stderr.read().strip().splitlines()
+    # A traceback of several errors has a frame around them.
+    said = [words for line in process.stderr.read().splitlines() if (words := line.strip(" |+-"))]
     raise CommandFailed(f"a process ended early: {printable(said[-1]) if said else 'it said nothing'}")
