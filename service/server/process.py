@@ -51,9 +51,9 @@ from hicache.service.sockets import SocketDirectory
 from hicache.service.tracing import Tracing
 from hicache.tiers.host import HostTier
 
-STOP_S: Final = 8.0
+STOP_S: Final = 7.5
 """How long a stop may take, from the signal on; the interpreter takes a little more to end."""
-CLOSE_S: Final = 3.0
+CLOSE_S: Final = 2.5
 """How much of that is left to the second phase, however long the first may take."""
 POLL_S: Final = 0.05
 """How often the first phase of a stop looks whether it may end."""
