@@ -24,6 +24,8 @@ _BLOCK: Final = 512
 """Slots a counter stands for. A search reads one counter a block, then the slots of few blocks."""
 _MIN_BLOCKS: Final = 16
 """Blocks that a search looks into at least."""
+_LOOK_AHEAD: Final = 4
+"""How many times the slots that are wanted are looked at for a run of them, where slots are to be reused late."""
 
 
 class SlotPool:
@@ -32,7 +34,7 @@ class SlotPool:
     A run long enough is taken whole, the one that fits best among those looked at; failing that, the longest runs
     first. The place of the last allocation or free is tried before anything else, so that filling an empty tier, and
     refilling what an eviction emptied, are one comparison and stay in order. With `reuse_late` it is the place behind
-    the last allocation, round and round.
+    the last allocation, round and round; a run long enough is then looked for among the next free slots only.
 
     >>> pool = SlotPool(TierId("host"), 4)
     >>> pool.allocate(3)
@@ -138,13 +140,18 @@ class SlotPool:
             start, end = 0, num_pages
         if end <= self.capacity and bool(self._free[start:end].all()):
             slots = np.arange(start, end, dtype=np.int32)
+            self._hint = end
+        elif self._reuse_late:
+            slots = _first_run(self._next_free(_LOOK_AHEAD * num_pages), num_pages)
+            self._hint = int(slots[-1]) + 1
+            slots.sort()
         else:
             slots = _choose(self._candidates(num_pages), num_pages)
+            self._hint = int(slots[-1]) + 1
         self._free[slots] = False
         self._count(slots, -1)
         self._num_free -= num_pages
         self.num_taken += num_pages
-        self._hint = int(slots[-1]) + 1
         return slots
 
     def free(self, slots: Slots) -> None:
@@ -201,11 +208,33 @@ class SlotPool:
         rows, columns = np.divmod(np.flatnonzero(self._rows[blocks]), _BLOCK)
         return (blocks[rows] * _BLOCK + columns).astype(np.int32)
 
+    def _next_free(self, num_pages: int) -> npt.NDArray[np.int32]:
+        """The next `num_pages` free slots behind the hint, round and round, or all if there are fewer; so ordered."""
+        num_blocks, hint = len(self._rows), self._hint % self.capacity
+        first = hint // _BLOCK
+        # The hint's block stands at both ends, for what lies behind the hint and before it.
+        order = (np.arange(num_blocks + 1) + first) % num_blocks
+        counts = np.cumsum(self._block_free[order])
+        blocks = order[: int(np.searchsorted(counts, num_pages + int(counts[0]))) + 1]
+        rows, columns = np.divmod(np.flatnonzero(self._rows[blocks]), _BLOCK)
+        slots = (blocks[rows] * _BLOCK + columns).astype(np.int32)
+        is_before = (blocks[rows] == first) & (slots < hint)
+        is_kept: npt.NDArray[np.bool_] = np.where(rows == 0, ~is_before, (rows < num_blocks) | is_before)
+        return slots[is_kept][:num_pages]
+
 
 def _runs(ordered: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Positions in `ordered` (ascending, not empty) where runs of neighbours begin, and how long they are."""
+    """Positions in `ordered` (not empty) where runs of ascending neighbours begin, and how long they are."""
     starts = np.concatenate(([0], np.flatnonzero(ordered[1:] - ordered[:-1] != 1) + 1))
     return starts, np.diff(starts, append=ordered.size)
+
+
+def _first_run(candidates: npt.NDArray[np.int32], num_pages: int) -> Slots:
+    """`num_pages` of the candidates (at least as many): the first run of so many neighbours, or else the first ones."""
+    starts, lengths = _runs(candidates)
+    fitting = np.flatnonzero(lengths >= num_pages)
+    start = int(starts[fitting[0]]) if fitting.size else 0
+    return candidates[start : start + num_pages].copy()
 
 
 def _choose(candidates: npt.NDArray[np.int32], num_pages: int) -> Slots:

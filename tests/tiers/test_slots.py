@@ -35,10 +35,11 @@ class Model:
 @given(
     capacity=st.integers(1, 40) | st.integers(500, 1_600),
     seed=st.integers(0, 2**32 - 1),
+    reuse_late=st.booleans(),
 )
-def test_a_pool_agrees_with_a_set(capacity: int, seed: int) -> None:
+def test_a_pool_agrees_with_a_set(capacity: int, seed: int, reuse_late: bool) -> None:
     rng = random.Random(seed)
-    pool, model = SlotPool(HOST, capacity), Model(capacity)
+    pool, model = SlotPool(HOST, capacity, reuse_late=reuse_late), Model(capacity)
     for _ in range(60):
         if rng.random() < 0.5:
             wanted = rng.choice([0, 1, rng.randint(0, capacity), len(model.free)])
@@ -166,3 +167,25 @@ def test_a_large_scattered_pool_answers_in_microseconds() -> None:
             pool.free(pool.allocate(num_pages))
             best = min(best, time.perf_counter() - began)
         assert best < bound_s
+
+
+@pytest.mark.parametrize("capacity", [1_000, 3_072, 5_000])
+def test_slots_that_are_reused_late_rest_even_where_others_lie_between(capacity: int) -> None:
+    """Every second stretch of 16 is somebody else's and stays. What is freed and taken in turn is taken again only when
+    most of what is free has been taken since."""
+    pool = SlotPool(HOST, capacity, reuse_late=True)
+    stretches = [pool.allocate(16) for _ in range(capacity // 16)]
+    mine = stretches[::2]
+    rest = mine[: len(mine) // 4]
+    for slots in rest:
+        pool.free(slots)
+    held, freed_at = mine[len(rest) :], dict[int, int]()
+    for turn in range(4 * len(mine)):
+        oldest = held.pop(0)
+        pool.free(oldest)
+        freed_at |= dict.fromkeys(oldest.tolist(), turn)
+        taken = pool.allocate(16)
+        assert num_runs(taken) == 1, "neighbours were to be had"
+        assert all(turn - freed_at.get(slot, -capacity) >= len(rest) // 2 for slot in taken.tolist())
+        held.append(taken)
+        pool.check_integrity()

@@ -86,9 +86,9 @@ HUNG_AFTER_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 10.0
 """How long `close` waits for a device that does not answer."""
 MAX_LANES: Final = 64
-RESERVE_BYTES: Final = 128 << 20
+RESERVE_BYTES: Final = 256 << 20
 """Slots kept back beyond the capacity, so that a full tier writes into those whose free has become durable while others
-were written."""
+were written: as long as two commits take at several GB/s."""
 RESERVE_SHARE: Final = 1 / 32
 """At most so much of the slots is kept back."""
 MIN_SLOTS_FOR_RESERVE: Final = 256
