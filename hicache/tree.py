@@ -419,6 +419,10 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         root = self._roots.get(digest)
         return root.identity if root is not None else None
 
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces of which pages are in the tree."""
+        return [root.identity for root in self._roots.values()]
+
     def walk(self, *, batch: int = 1000, tenant: str | None = None) -> Iterator[list[NodeInfo]]:
         """Look at all nodes, or one tenant's, parents before children, in steps of at most `batch` nodes.
 

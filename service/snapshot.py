@@ -12,8 +12,8 @@
      came back when the cache was opened)}
 
 with tiers fast to slow. `used_pages` counts every slot that is not free: pages of the tree, pages that requests are
-computing, and pages on their way in. `snapshot_of` adds `"format"`, `"time"` (seconds since 1970, UTC), `"layout"` and
-`"nodes"`, parents before children:
+computing, and pages on their way in. `moment_of` gives `"format"`, `"time"` (seconds since 1970, UTC) and `"layout"`;
+`snapshot_of` has both, and `"nodes"`, parents before children:
 
     {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
      "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
@@ -78,6 +78,21 @@ def stats_of(cache: Cache) -> dict[str, Any]:
     }
 
 
+def moment_of(cache: Cache) -> dict[str, Any]:
+    """What a reader must know to read the rest: the format, when it was, and the layout of a page."""
+    layout = cache.layout
+    return {
+        "format": FORMAT,
+        "time": cache.clock.wall(),
+        "layout": {
+            "page_size": layout.page_size,
+            "page_bytes": layout.page_bytes,
+            "dtype": layout.dtype.value,
+            "num_layers": layout.num_layers,
+        },
+    }
+
+
 async def snapshot_of(cache: Cache) -> dict[str, Any]:
     """The whole tree beside `stats_of`. Others run between batches of nodes, so it may be of several moments."""
     layout = cache.layout
@@ -109,15 +124,4 @@ async def snapshot_of(cache: Cache) -> dict[str, Any]:
                 "reported": {str(instance): pages for instance, pages in info.reported.items()},
             })
         await asyncio.sleep(0)
-    return {
-        "format": FORMAT,
-        "time": cache.clock.wall(),
-        "layout": {
-            "page_size": layout.page_size,
-            "page_bytes": layout.page_bytes,
-            "dtype": layout.dtype.value,
-            "num_layers": layout.num_layers,
-        },
-        **stats_of(cache),
-        "nodes": nodes,
-    }
+    return {**moment_of(cache), **stats_of(cache), "nodes": nodes}

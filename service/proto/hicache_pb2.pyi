@@ -485,18 +485,26 @@ class FlushReply(_message.Message):
     def __init__(self, num_held: _Optional[int] = ..., is_durable: _Optional[bool] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("walk", "max_pages", "one_in")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ONE_IN_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    max_pages: int
+    one_in: int
+    def __init__(self, walk: _Optional[int] = ..., max_pages: _Optional[int] = ..., one_in: _Optional[int] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("num_pages", "num_corrupt", "num_failed")
+    __slots__ = ("num_pages", "num_corrupt", "num_failed", "walk")
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    WALK_FIELD_NUMBER: _ClassVar[int]
     num_pages: int
     num_corrupt: int
     num_failed: int
-    def __init__(self, num_pages: _Optional[int] = ..., num_corrupt: _Optional[int] = ..., num_failed: _Optional[int] = ...) -> None: ...
+    walk: int
+    def __init__(self, num_pages: _Optional[int] = ..., num_corrupt: _Optional[int] = ..., num_failed: _Optional[int] = ..., walk: _Optional[int] = ...) -> None: ...
 
 class NamedPrefix(_message.Message):
     __slots__ = ("namespace", "tokens")
@@ -517,6 +525,34 @@ class UnpinPrefixReply(_message.Message):
     WAS_PINNED_FIELD_NUMBER: _ClassVar[int]
     was_pinned: bool
     def __init__(self, was_pinned: _Optional[bool] = ...) -> None: ...
+
+class PrefetchPrefixRequest(_message.Message):
+    __slots__ = ("prefix", "within_ms", "max_pages")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    prefix: NamedPrefix
+    within_ms: int
+    max_pages: int
+    def __init__(self, prefix: _Optional[_Union[NamedPrefix, _Mapping]] = ..., within_ms: _Optional[int] = ..., max_pages: _Optional[int] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("num_tokens", "partial_tokens", "runs", "pinned_tokens", "priority", "retained_ms", "published")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_MS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    partial_tokens: int
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    pinned_tokens: int
+    priority: int
+    retained_ms: int
+    published: bool
+    def __init__(self, num_tokens: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., pinned_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ...) -> None: ...
 
 class BrowseRequest(_message.Message):
     __slots__ = ("walk", "max_nodes", "tenant", "tokens")

@@ -1,33 +1,29 @@
 """What the server's owner may do."""
 
-import asyncio
 import json
-import mmap
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
 
 import numpy as np
 from aiofiles.os import wrap
 
 from hicache.cache import Cache
-from hicache.errors import BadRequest, Closed, TierUnavailable
+from hicache.errors import BadRequest, TierUnavailable
 from hicache.namespace import Namespace
-from hicache.node import Node
-from hicache.residency import Residency
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.browsing import Browsing
+from hicache.service.server.data import prefetched, runs_of
 from hicache.service.server.edge import Call
 from hicache.service.server.session import Tokens
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
-from hicache.service.snapshot import snapshot_of, stats_of
-from hicache.tier import HOST, NVME, Outcome, PageRead, TierId
+from hicache.service.server.verifying import Verifying
+from hicache.service.snapshot import moment_of, snapshot_of, stats_of
+from hicache.tier import HOST, NVME, TierId
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes of a piece of JSON."""
 MAX_WITHIN_MS: Final = 600_000
-_Find = Callable[[Node, pb.VerifyReply], Awaitable[set[int]]]
-"""Reads a node's copy in one tier, counts, and says which slots are damaged."""
 _TIERS: Final = {pb.TIER_HOST: HOST, pb.TIER_NVME: NVME}
 
 
@@ -48,24 +44,30 @@ class AdminCalls:
         `start`: carry something out that no call waits for any more; it raises nothing."""
         self._cache: Final = cache
         self._sessions: Final = sessions
-        self._storing: Final = storing
         self._status: Final = status
         self._drain: Final = drain
-        self._start: Final = start
         self._browsing: Final = Browsing(cache, sessions.boot)
+        self._verifying: Final = Verifying(cache, storing, sessions.boot, start)
 
     async def inspect(self, call: Call, request: pb.InspectRequest) -> AsyncIterator[pb.InspectPiece]:
         """See the proto. Others run between batches of nodes."""
         if request.view == pb.VIEW_STATS:
-            shown = stats_of(self._cache)
+            shown = moment_of(self._cache) | stats_of(self._cache)
         elif request.view == pb.VIEW_SNAPSHOT:
             shown = await snapshot_of(self._cache)
         else:
             raise BadRequest("view", "says nothing")
         # A large tree takes a while to write down: in a thread, so that others run meanwhile.
-        text = await wrap(_written)({**shown, "server": self._status(), **self._sessions.stats()})
+        beside = {"server": self._status(), "namespaces": self._namespaces(), **self._sessions.stats()}
+        text = await wrap(_written)(shown | beside)
         for start in range(0, len(text), PIECE_BYTES):
             yield pb.InspectPiece(json=text[start : start + PIECE_BYTES])
+
+    def _namespaces(self) -> list[dict[str, str]]:
+        return [
+            {"namespace": each.digest.hex(), "tenant": each.tenant, "model": each.model, "adapter": each.adapter}
+            for each in self._cache.tree.namespaces()
+        ]
 
     async def evict(self, call: Call, request: pb.EvictRequest) -> pb.EvictReply:
         """See the proto. Waits for demotions, at most until the call's deadline."""
@@ -99,67 +101,7 @@ class AdminCalls:
     async def verify(self, call: Call, request: pb.VerifyRequest) -> pb.VerifyReply:
         """See the proto. Reads node by node; others run in between. Waits for disks, at most until the call's
         deadline."""
-        reply = pb.VerifyReply()
-        for batch in self._cache.tree.walk(batch=100):
-            for info in batch:
-                for tier_id, find in ((HOST, self._damaged_in_arena), (NVME, self._damaged_on_nvme)):
-                    if tier_id in self._cache.tiers:
-                        # A read that hangs goes on without the call: its buffer and its pin are its own.
-                        done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-                        self._start(self._carry_out(self._verify_copy(info.node, tier_id, find, reply), done))
-                        await asyncio.wait([done])
-                        if (error := done.result()) is not None:
-                            raise error
-        return reply
-
-    async def _carry_out(
-        self, work: Coroutine[Any, Any, None], done: "asyncio.Future[Exception | None]"
-    ) -> None:
-        """Do the work to its end; `done` has what it raised."""
-        problem: Exception | None = Closed("the server stopped")
-        try:
-            await work
-            problem = None
-        except Exception as error:
-            problem = error
-        finally:
-            done.set_result(problem)
-
-    async def _verify_copy(self, node: Node, tier_id: TierId, find: "_Find", reply: pb.VerifyReply) -> None:
-        """Verify a node's copy in one tier, which is kept there meanwhile."""
-        cache = self._cache
-        if not node.is_live or node.residency(tier_id) is not Residency.RESIDENT:
-            return
-        pins = cache.pin({tier_id: [node]})
-        try:
-            damaged = await find(node, reply)
-        finally:
-            # It may have been split meanwhile; a pin has all its parts.
-            parts = [part for pin in pins for part in pin.nodes]
-            cache.unpin(pins)
-        reply.num_corrupt += len(damaged)
-        for part in parts:
-            if part.is_live and part.residency(tier_id) is Residency.RESIDENT:
-                found = [page for page, slot in enumerate(part.slots(tier_id).tolist()) if slot in damaged]
-                if found:
-                    cache.forget(part, tier_id, found[0])
-
-    async def _damaged_in_arena(self, node: Node, reply: pb.VerifyReply) -> set[int]:
-        slots = node.slots(HOST).copy()
-        found = await self._storing.is_whole(slots)
-        reply.num_pages += len(found) - found.count(None)
-        return {slot for slot, is_whole in zip(slots.tolist(), found, strict=True) if is_whole is False}
-
-    async def _damaged_on_nvme(self, node: Node, reply: pb.VerifyReply) -> set[int]:
-        nvme, damaged = self._cache.tiers[NVME], set[int]()
-        buffer = memoryview(mmap.mmap(-1, self._cache.layout.page_bytes))  # aligned, for direct I/O
-        for slot, identity in zip(node.slots(NVME).tolist(), self._cache.tree.identities(node), strict=True):
-            (outcome,) = await nvme.read([PageRead(slot, nvme.generation(slot), identity, buffer)])
-            reply.num_pages += 1
-            reply.num_failed += outcome is Outcome.ERROR
-            if outcome not in (Outcome.OK, Outcome.ERROR):
-                damaged.add(slot)
-        return damaged
+        return await self._verifying.verify(request)
 
     async def pin_prefix(self, call: Call, request: pb.NamedPrefix) -> pb.PinPrefixReply:
         """See the proto. Does not wait."""
@@ -170,6 +112,28 @@ class AdminCalls:
         """See the proto. Does not wait."""
         namespace, tokens = self._named(request)
         return pb.UnpinPrefixReply(was_pinned=self._cache.unpin_prefix(namespace, tokens))
+
+    async def prefetch_prefix(self, call: Call, request: pb.PrefetchPrefixRequest) -> pb.PrefetchReply:
+        """See the proto. Does not wait."""
+        namespace, tokens = self._named(request.prefix)
+        return prefetched(self._cache, namespace, tokens, request.within_ms, request.max_pages)
+
+    async def explain(self, call: Call, request: pb.NamedPrefix) -> pb.ExplainReply:
+        """See the proto. Does not wait."""
+        namespace, tokens = self._named(request)
+        match = self._cache.tree.match(namespace, tokens)
+        coverage = self._cache.coverage(match)
+        # What a sequence takes leaves its last token to be computed: with one token more it may take all of these.
+        decision = self._cache.explain(namespace, np.append(tokens, np.int32(0)))
+        return pb.ExplainReply(
+            num_tokens=coverage.num_tokens,
+            partial_tokens=coverage.partial_tokens,
+            runs=runs_of(coverage),
+            pinned_tokens=decision.pinned_tokens,
+            priority=decision.priority,
+            retained_ms=int(1000 * (decision.retained_s or 0)),
+            published=match.owner != match.asked,
+        )
 
     def _named(self, request: pb.NamedPrefix) -> tuple[Namespace, Tokens]:
         """What the owner means. Raises `BadRequest`, also for a namespace of which nothing is cached."""

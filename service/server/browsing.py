@@ -1,21 +1,19 @@
 """Walks through all that is cached, a bounded step at a time: what `hicache tree` and `hicache top` can show."""
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
 from hicache.cache import Cache
-from hicache.errors import BadRequest, LeaseExpired
+from hicache.errors import BadRequest
 from hicache.residency import Residency
 from hicache.results import NodeInfo
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.boot import Boot
+from hicache.service.server.walks import Walks
 from hicache.tier import HOST, NVME
 
 MAX_NODES: Final = 10_000
 """Nodes of one step."""
-MAX_WALKS: Final = 16
-"""Walks that are remembered; where there are more, the one that was gone on with longest ago is forgotten."""
 MAX_REPLY_BYTES: Final = 4 << 20
 """So many bytes of token ids after which a step ends early."""
 _TIERS: Final = {HOST: pb.TIER_HOST, NVME: pb.TIER_NVME}
@@ -26,18 +24,14 @@ class Browsing:
 
     def __init__(self, cache: Cache, boot: Boot) -> None:
         self._cache: Final = cache
-        self._boot: Final = boot
-        self._walks: Final[OrderedDict[int, tuple[Iterator[NodeInfo], bool]]] = OrderedDict()
+        self._walks: Final = Walks[tuple[Iterator[NodeInfo], bool]](boot)
 
     def browse(self, request: pb.BrowseRequest) -> pb.BrowseReply:
         """See `BrowseRequest`. Does not wait. Raises `BadRequest`, and `LeaseExpired` for a walk that is forgotten."""
         if not 1 <= request.max_nodes <= MAX_NODES:
             raise BadRequest("max_nodes", f"{request.max_nodes} is not within 1 to {MAX_NODES}")
         if request.walk:
-            found = self._walks.pop(request.walk, None)
-            if found is None:
-                raise LeaseExpired("walk", f"{request.walk} has ended or is forgotten; begin another one")
-            infos, wants_tokens = found
+            infos, wants_tokens = self._walks.take(request.walk)
         else:
             infos, wants_tokens = self._begin(request.tenant), request.tokens
         reply, num_bytes = pb.BrowseReply(), 0
@@ -46,10 +40,7 @@ class Browsing:
             self._show(info, node, wants_tokens=wants_tokens)
             num_bytes += len(node.tokens)
             if len(reply.nodes) >= request.max_nodes or num_bytes >= MAX_REPLY_BYTES:
-                reply.walk = request.walk or self._boot.next_id()
-                self._walks[reply.walk] = infos, wants_tokens
-                if len(self._walks) > MAX_WALKS:
-                    self._walks.popitem(last=False)
+                reply.walk = self._walks.keep(request.walk, (infos, wants_tokens))
                 break
         return reply
 

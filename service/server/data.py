@@ -10,6 +10,7 @@ import numpy as np
 from hicache.cache import Cache, Coverage
 from hicache.errors import BadRequest, DeadlineExceeded, TierUnavailable
 from hicache.lease import Lease
+from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.residency import Residency
 from hicache.service.errors import LimitReached, UnknownSession, reason_of
@@ -114,12 +115,12 @@ class DataCalls:
         match = self._sessions.names.match(call.session, request.prefix)
         if self._cache.tree.num_publications and (theirs := self._published(call.session, request.prefix, match)):
             coverage = self._cache.coverage(theirs)
-            return pb.LookupReply(num_tokens=coverage.num_tokens, runs=_runs(coverage))
+            return pb.LookupReply(num_tokens=coverage.num_tokens, runs=runs_of(coverage))
         coverage = self._cache.coverage(match)
         return pb.LookupReply(
             num_tokens=coverage.num_tokens,
             partial_tokens=coverage.partial_tokens,
-            runs=_runs(coverage),
+            runs=runs_of(coverage),
             handle=self._handle(call.session, request.prefix.namespace_id, match),
         )
 
@@ -309,16 +310,8 @@ class DataCalls:
 
     async def prefetch(self, call: Call, request: pb.PrefetchRequest) -> pb.PrefetchReply:
         """See the proto. Does not wait."""
-        if not 1 <= request.within_ms <= MAX_WITHIN_MS:
-            raise BadRequest("within_ms", f"{request.within_ms} is not within 1 to {MAX_WITHIN_MS}")
         namespace, tokens = self._sessions.names.resolve(call.session, request.prefix)
-        begun = self._cache.prefetch(
-            namespace,
-            tokens,
-            deadline=self._cache.clock.monotonic() + request.within_ms / 1000,
-            max_pages=request.max_pages or None,
-        )
-        return pb.PrefetchReply(num_there=begun.num_there, num_begun=begun.num_begun, num_left_out=begun.num_left_out)
+        return prefetched(self._cache, namespace, tokens, request.within_ms, request.max_pages)
 
     async def hint(self, call: Call, request: pb.HintRequest) -> pb.HintReply:
         """See the proto. Does not wait."""
@@ -334,7 +327,18 @@ class DataCalls:
         return pb.HintReply(num_tokens=num_tokens)
 
 
-def _runs(coverage: Coverage) -> list[pb.Run]:
+def prefetched(
+    cache: Cache, namespace: Namespace, tokens: Tokens, within_ms: int, max_pages: int
+) -> pb.PrefetchReply:
+    """Begin to fetch what `PrefetchRequest` asks for. Raises `BadRequest`."""
+    if not 1 <= within_ms <= MAX_WITHIN_MS:
+        raise BadRequest("within_ms", f"{within_ms} is not within 1 to {MAX_WITHIN_MS}")
+    deadline = cache.clock.monotonic() + within_ms / 1000
+    begun = cache.prefetch(namespace, tokens, deadline=deadline, max_pages=max_pages or None)
+    return pb.PrefetchReply(num_there=begun.num_there, num_begun=begun.num_begun, num_left_out=begun.num_left_out)
+
+
+def runs_of(coverage: Coverage) -> list[pb.Run]:
     """Where a match is, with neighbours in one tier joined: how nodes are cut is nobody's concern."""
     runs: list[pb.Run] = []
     for tier_id, num_tokens in coverage.runs:

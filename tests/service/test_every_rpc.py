@@ -90,6 +90,10 @@ def _requests(reservation: int) -> dict[str, Any]:
         "Write": pb.WriteRequest(reservation=1, data=b"x"),
         "PinPrefix": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
         "UnpinPrefix": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
+        "PrefetchPrefix": pb.PrefetchPrefixRequest(
+            prefix=pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)), within_ms=60_000
+        ),
+        "Explain": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
         "Browse": pb.BrowseRequest(max_nodes=10),
         "Drain": pb.DrainRequest(),
         "Enter": pb.Hello(protocol=wire.PROTOCOL, staging_bytes=1 << 16),

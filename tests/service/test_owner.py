@@ -11,12 +11,14 @@ import pytest
 
 from hicache.errors import BadRequest, LeaseExpired, NoRoom
 from hicache.service import wire
-from hicache.service.client import Prompt, connect
+from hicache.service.client import Durability, Prompt, connect
 from hicache.service.client.transport import error_of
 from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.server.browsing import MAX_WALKS
+from hicache.service.server.walks import MAX_WALKS
+from hicache.tier import HOST
 from tests.service.serving import ThreadServer, thread_server
-from tests.service.stored import NAMESPACE, PAGE, check, store
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
+from tests.service.test_deadlines import leave_the_host
 
 Ask = Callable[[str, Any, Any], Any]
 
@@ -143,3 +145,47 @@ def test_walks_are_bounded_and_survive_what_changes_meanwhile(tmp_path: Path) ->
             with pytest.raises(BadRequest, match="max_nodes"):
                 ask("Browse", pb.BrowseRequest(max_nodes=wrong), pb.BrowseReply)
         assert len(ask("Browse", pb.BrowseRequest(walk=walks[-1], max_nodes=10), pb.BrowseReply).nodes) == 1
+
+
+def test_a_verification_in_steps_reads_every_copy_once(tmp_path: Path) -> None:
+    with thread_server(tmp_path) as server, connect(server.directory) as client, owner(server) as ask:
+        for number in range(6):
+            store(client, range(1000 * number, 1000 * number + 2 * PAGE))
+        steps, walk = [], 0
+        while True:
+            reply = ask("Verify", pb.VerifyRequest(walk=walk, max_pages=3), pb.VerifyReply)
+            steps.append(reply.num_pages)
+            walk = reply.walk
+            if not walk:
+                break
+        assert sum(steps) == 12
+        assert len(steps) == 4  # two nodes of two pages make up three pages; the last step finds that none is left
+        sample = ask("Verify", pb.VerifyRequest(one_in=2**32 - 1), pb.VerifyReply)
+        assert sample.num_pages == 0
+        with pytest.raises(LeaseExpired, match="walk"):
+            ask("Verify", pb.VerifyRequest(walk=12345), pb.VerifyReply)
+        with pytest.raises(BadRequest, match="one_in"):
+            ask("Verify", pb.VerifyRequest(walk=12345, one_in=2), pb.VerifyReply)
+
+
+def test_what_would_be_found_is_told_and_what_is_on_nvme_alone_is_fetched(tmp_path: Path) -> None:
+    options = {"nvme__bytes": 256 * LAYOUT.page_bytes, "nvme__dir": str(tmp_path / "nvme")}
+    tokens = list(range(4 * PAGE))
+    named = pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32([*tokens[: 3 * PAGE + 5], 7, 7]))
+    with thread_server(tmp_path, **options) as server, connect(server.directory) as client, owner(server) as ask:
+        store(client, tokens, durability=Durability.WAIT)
+        client.hint(Prompt(NAMESPACE, tokens), priority=1)
+        ask("PinPrefix", pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(range(PAGE))),
+            pb.PinPrefixReply)  # fmt: skip
+        server.run(leave_the_host(server))
+        found = ask("Explain", named, pb.ExplainReply)
+        assert (found.num_tokens, found.partial_tokens, found.pinned_tokens) == (3 * PAGE, 5, PAGE)
+        assert [(run.tier, run.num_tokens) for run in found.runs] == [(pb.TIER_NVME, 3 * PAGE)]
+        assert found.priority == 1
+        fetch = pb.PrefetchPrefixRequest(prefix=named, within_ms=10_000, max_pages=2)
+        begun = ask("PrefetchPrefix", fetch, pb.PrefetchReply)
+        assert (begun.num_there, begun.num_begun, begun.num_left_out) == (0, 2, 1)
+        server.until(lambda inside: inside.cache.tiers[HOST].num_free == 62, within_s=10)
+        fetch.within_ms = 0
+        with pytest.raises(BadRequest, match="within_ms"):
+            ask("PrefetchPrefix", fetch, pb.PrefetchReply)
