@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from hicache.errors import BadRequest
+from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.vllm.blocks import Blocks
 from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, check_version, format_of
-from hicache.service.engines.vllm.link import Link
 from hicache.service.engines.vllm.plan import Plan
 from hicache.service.engines.vllm.scheduling import Scheduling
 from hicache.service.engines.vllm.settings import Settings
-from hicache.service.engines.vllm.transfers import Transfers, check_pages
-from hicache.service.engines.vllm.weights import files_digest
+from hicache.service.engines.vllm.transfers import Transfers
+from hicache.service.engines.weights import files_digest
 from hicache.service.errors import LayoutMismatch
 from tests.service.serving import ThreadServer, thread_server
 
@@ -307,7 +307,7 @@ class Scheduler:
         self.memory = {"a": both[0], "b": both[1]}
         self.identity = Identity.of(engine_config(), GROUPS, b"f" * 32, "w")
         given = Settings.of({"socket_dir": str(directory), "staging_bytes": 8 * LAYERS * LAYER_BYTES})
-        check = check_pages(GROUPS.layout().page_bytes, BLOCK, GROUPS.options())
+        check = check_pages(GROUPS.layout())
         self.links = [
             Link(given, name=name, staging_bytes=staging, check=check)
             for name, staging in (("s", 0), ("w", given.staging_bytes))
@@ -521,5 +521,6 @@ def test_a_request_that_ends_while_it_loads_is_heard_of_once(server: ThreadServe
 
 def test_pages_of_another_size_are_told_with_the_options_that_mend_it(server: ThreadServer) -> None:
     given = Settings.of({"socket_dir": str(server.directory), "strict": True})
-    with pytest.raises(LayoutMismatch, match=r"start it with `hicache serve --set layout\.num_layers=2"):
-        Link(given, name="x", staging_bytes=0, check=check_pages(1, BLOCK, GROUPS.options()))
+    other = Groups.of(cache_config(group("a", "b", "c"))).layout()
+    with pytest.raises(LayoutMismatch, match=r"start it with `hicache serve --set layout\.num_layers=3"):
+        Link(given, name="x", staging_bytes=0, check=check_pages(other))

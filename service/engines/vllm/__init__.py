@@ -8,12 +8,13 @@ The files, in the order in which a request meets them:
     connector.py      `HicacheConnector`, what vLLM calls; each of its two sides is one object
     settings.py       what `kv_connector_extra_config` may say
     identity.py       which pages may be this engine's: the namespace of a request
-    weights.py        the digest of a model's or an adapter's files
-    link.py           the session with the sidecar, and doing without
     scheduling.py     the scheduler's side: what is cached, what is to be loaded and saved
     plan.py           what that side tells the other one in each step
     transfers.py      the worker's side: loads and saves, on threads of their own
     blocks.py         the engine's KV memory, block by block, as bytes
+
+Beside this package, for all engines: `link` is the session with the sidecar, and doing without; `weights` digests a
+model's files; `settings` is what every engine may be told.
 
 Nothing here makes a request fail or wait for more than its time: what cannot be had is computed.
 """

@@ -14,13 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hicache.errors import HicacheError
+from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.vllm.blocks import Blocks
 from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, check_version, format_of
-from hicache.service.engines.vllm.link import Link
 from hicache.service.engines.vllm.plan import Load, Plan, Results
 from hicache.service.engines.vllm.scheduling import Scheduling
 from hicache.service.engines.vllm.settings import Settings
-from hicache.service.engines.vllm.transfers import Transfers, check_pages
+from hicache.service.engines.vllm.transfers import Transfers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._scheduling = Scheduling(identity, groups, self._link, self._settings.lookup_timeout_s)
 
     def _new_link(self, name: str, *, staging_bytes: int, groups: Groups) -> Link:
-        check = check_pages(groups.layout().page_bytes, groups.block_size, groups.options())
+        check = check_pages(groups.layout())
         return Link(self._settings, name=f"vllm {name}", staging_bytes=staging_bytes, check=check)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Final
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
-from hicache.service.engines.vllm.weights import files_digest
+from hicache.service.engines.weights import files_digest, model_directory
 
 SUPPORTED: Final = ((0, 32),)
 """Releases of vLLM, as (major, minor), that this connector was run with."""
@@ -96,15 +96,6 @@ class Groups:
                 "kv_cache_groups", f"a block has {self.layer_bytes} bytes a layer, not those of its keys and values"
             )
         return layout
-
-    def options(self) -> str:
-        """The options of `hicache serve` that give it this layout."""
-        layout = self.layout()
-        values = {
-            "num_layers": layout.num_layers, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
-            "dtype": f'"{layout.dtype.value}"', "page_size": self.block_size,
-        }  # fmt: skip
-        return " ".join(f"--set layout.{name}={value}" for name, value in values.items())
 
 
 def check_version(version: str) -> None:
@@ -225,20 +216,4 @@ _STARTED: Final = os.urandom(16).hex()
 def local_directory(vllm_config: Any) -> str:
     """Where the files of the model are, which vLLM has loaded already. Raises `BadRequest`."""
     model = vllm_config.model_config
-    name = str(model.model)
-    if os.path.exists(name):
-        return name
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return str(
-            snapshot_download(
-                name,
-                revision=model.revision,
-                cache_dir=vllm_config.load_config.download_dir,
-                local_files_only=True,
-            )
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise BadRequest("weights", f"the files of {name} were not found; name them with `weights`") from error
+    return model_directory(str(model.model), model.revision, vllm_config.load_config.download_dir)

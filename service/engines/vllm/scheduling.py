@@ -12,8 +12,8 @@ from typing import Any, Final
 from hicache.namespace import Namespace
 from hicache.service.client import Client, Prompt
 from hicache.service.client.results import Lookup
+from hicache.service.engines.link import Link
 from hicache.service.engines.vllm.identity import Groups, Identity
-from hicache.service.engines.vllm.link import Link
 from hicache.service.engines.vllm.plan import BlockIds, Load, Plan, Save
 from hicache.service.wire import pack_int32
 

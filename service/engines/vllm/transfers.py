@@ -8,17 +8,16 @@ vLLM keeps them after its end until `results` says that they are read, and a pre
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hicache.service.client import Client, Outcome, Prompt
+from hicache.service.engines.link import Link
 from hicache.service.engines.vllm.blocks import NULL_BLOCK, Blocks
-from hicache.service.engines.vllm.link import Link
 from hicache.service.engines.vllm.plan import Load, Plan, Results, Save
 from hicache.service.engines.vllm.settings import Settings
-from hicache.service.errors import LayoutMismatch
 
 IDLE_WAIT_S: Final = 0.002
 """How long an engine with nothing to compute waits for loads at a time. Where it shares its process with them, its
@@ -242,17 +241,3 @@ class Transfers:
                     break
                 done += num_written
         return max(0, done)
-
-
-def check_pages(page_bytes: int, page_size: int, options: str) -> Callable[[Client], None]:
-    """A check that a sidecar's pages are the engine's. `options`: what would give it the right ones."""
-
-    def check(client: Client) -> None:
-        welcome = client.welcome
-        if (welcome.page_bytes, welcome.page_size) != (page_bytes, page_size):
-            raise LayoutMismatch(
-                f"the sidecar has pages of {welcome.page_bytes} bytes and {welcome.page_size} tokens, this engine of "
-                f"{page_bytes} and {page_size}: start it with `hicache serve {options}`"
-            )
-
-    return check

@@ -48,6 +48,20 @@ def files_digest(path: str | Path, *, remembered: Path | None = None) -> str:
     return f"sha256:{whole.hexdigest()}"
 
 
+def model_directory(name: str, revision: str | None, cache_dir: str | None) -> str:
+    """Where the files of a model are that its engine has loaded already: a path, or the name of a repository, which is
+    looked for in the Hugging Face cache. Asks nobody. Raises `BadRequest`."""
+    if os.path.exists(name):
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise BadRequest("weights", f"the files of {name} were not found; name them with `weights`") from error
+
+
 def default_memory() -> Path:
     """Where digests are kept: `$XDG_CACHE_HOME/hicache/digests.json`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from hicache.errors import BadRequest, DeadlineExceeded, HicacheError
+from hicache.layout import KVLayout
 from hicache.service.client import Client, connect
-from hicache.service.engines.vllm.settings import Settings
+from hicache.service.engines.settings import EngineSettings
 from hicache.service.errors import Draining, Forbidden, LayoutMismatch, Unreachable, VersionMismatch
 
 RETRY_S: Final = 1.0
@@ -32,7 +33,7 @@ class Link:
     """A client of the sidecar that may be missing. Any thread may call it."""
 
     def __init__(
-        self, settings: Settings, *, name: str, staging_bytes: int, check: Callable[[Client], None] | None = None
+        self, settings: EngineSettings, *, name: str, staging_bytes: int, check: Callable[[Client], None] | None = None
     ) -> None:
         """Connect once, at most for `CONNECT_S`, and go on without if that fails.
 
@@ -146,3 +147,27 @@ class Link:
         if sentence != self._said:
             self._said = sentence
             _log.warning("%s", sentence)
+
+
+def serve_options(layout: KVLayout) -> str:
+    """The options of `hicache serve` that give it a layout whose layers are all alike."""
+    group = layout.groups[0]
+    values = {
+        "num_layers": layout.num_layers, "num_kv_heads": group.num_kv_heads, "head_dim": group.head_dim,
+        "dtype": f'"{layout.dtype.value}"', "page_size": layout.page_size,
+    }  # fmt: skip
+    return " ".join(f"--set layout.{name}={value}" for name, value in values.items())
+
+
+def check_pages(layout: KVLayout) -> Callable[[Client], None]:
+    """A check that a sidecar's pages are as large as those of an engine's layout."""
+
+    def check(client: Client) -> None:
+        welcome = client.welcome
+        if (welcome.page_bytes, welcome.page_size) != (layout.page_bytes, layout.page_size):
+            raise LayoutMismatch(
+                f"the sidecar has pages of {welcome.page_bytes} bytes and {welcome.page_size} tokens, this engine of "
+                f"{layout.page_bytes} and {layout.page_size}: start it with `hicache serve {serve_options(layout)}`"
+            )
+
+    return check
