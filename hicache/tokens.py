@@ -18,7 +18,7 @@ TOKEN_BYTES: Final = 4
 TOKEN_MAX: Final = 2**31 - 1
 """Largest token id."""
 
-_FEW_TOKENS: Final = 64
+_FEW_TOKENS: Final = 1024
 """Up to so many ids are checked as bytes."""
 _FEW_SLOTS: Final = 64
 """Up to so many slots are checked as Python integers."""
@@ -67,7 +67,7 @@ def pack_slots(slots: npt.ArrayLike, num_pages: int) -> npt.NDArray[np.int32]:
 def check_ids(field: str, packed: npt.NDArray[np.int32]) -> None:
     """Raise `BadRequest` when an id is negative."""
     # An id is negative when the highest bit of its last byte is set. For few ids a call into numpy costs more.
-    if len(packed) <= _FEW_TOKENS and max(packed.tobytes()[TOKEN_BYTES - 1 :: TOKEN_BYTES], default=0) < 128:
+    if len(packed) <= _FEW_TOKENS and packed.tobytes()[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
         return
     if len(packed) and np.minimum.reduce(packed) < 0:
         at = int(np.argmax(packed < 0))

@@ -147,18 +147,21 @@ def _with_prefix(
     `message` has a prefix, which is filled in here."""
     if not isinstance(prompt, Prompt):
         raise BadRequest("prompt", f"{type(prompt).__name__} is no Prompt")
-    number = attachment.namespaces.get((prompt.namespace, prompt.rank))
-    if number is None:
+    # Asked of the prompt first: a namespace is long, and its hash costs more than all else here.
+    number = prompt.number(attachment) or attachment.namespaces.get((prompt.namespace, prompt.rank), 0)
+    if not number:
         register = pb.RegisterRequest(record=prompt.namespace.encode(), rank=prompt.rank)
         number = (yield Request("Register", register)).namespace_id
         attachment.namespaces[prompt.namespace, prompt.rank] = number
-    message.prefix.namespace_id = number
-    message.prefix.handle, tokens = prompt.since(attachment, num_tokens)
+    prompt.called(attachment, number)
+    prefix = message.prefix
+    prefix.namespace_id = number
+    prefix.handle, tokens = prompt.since(attachment, num_tokens)
     try:
         return (yield Request(method, message, tokens))
     except UnknownHandle:
         prompt.forget()
-        message.prefix.handle, tokens = prompt.since(attachment, num_tokens)
+        prefix.handle, tokens = prompt.since(attachment, num_tokens)
         return (yield Request(method, message, tokens))
 
 

@@ -17,7 +17,7 @@ class Prompt:
     To be used by one thread at a time. `namespace` has an empty tenant: that is the session's.
     """
 
-    __slots__ = ("_handle", "_packed", "_session", "namespace", "rank")
+    __slots__ = ("_handle", "_number", "_packed", "_session", "namespace", "rank")
 
     def __init__(self, namespace: Namespace, tokens: Iterable[int] = (), *, rank: int = 0) -> None:
         """`tokens`: ids from 0 to 2^31 - 1; a buffer of int32 is taken as it is. `rank`: which of the namespace's
@@ -29,6 +29,7 @@ class Prompt:
         self._packed = bytearray(pack_int32(tokens))
         self._session: object = None
         self._handle = (0, 0)
+        self._number: tuple[object, int] = (None, 0)
 
     def __len__(self) -> int:
         """Tokens."""
@@ -37,6 +38,14 @@ class Prompt:
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens at the end. Raises `BadRequest`, and nothing is added."""
         self._packed += pack_int32(tokens)
+
+    def number(self, session: object) -> int:
+        """What a session calls the prompt's namespace and rank, as `called` was told; 0 before."""
+        return self._number[1] if self._number[0] is session else 0
+
+    def called(self, session: object, number: int) -> None:
+        """A session calls the prompt's namespace and rank by this number."""
+        self._number = (session, number)
 
     def learn(self, session: object, handle: int, num_tokens: int) -> None:
         """A server named the first `num_tokens` tokens, in one session."""
