@@ -22,6 +22,14 @@ def payload_checksum(data: bytes | memoryview) -> int:
     return xxh3_64_intdigest(data) & _LOW_32
 
 
+def pieces_checksum(pieces: Iterable[memoryview]) -> int:
+    """`payload_checksum` of all pieces one behind the other, each taken when it comes."""
+    whole = xxh3_64()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.intdigest() & _LOW_32
+
+
 def payload_checksums(payload: memoryview, ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], int]:
     """The checksums of layers, which lie at these half-open ranges one behind the other, and that of all together."""
     whole, sums = xxh3_64(), []

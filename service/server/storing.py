@@ -16,7 +16,7 @@ import asyncio
 import os
 import struct
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -35,11 +35,13 @@ from hicache.service.server.sessions import Sessions
 from hicache.tier import HOST, PageIdentity, PageSums, Slots, TierId
 from hicache.tiers.host import HostTier
 from hicache.tiers.memory import started_executor
-from hicache.tiers.sums import payload_checksum, whole_sum
+from hicache.tiers.sums import payload_checksum, pieces_checksum, whole_sum
 from hicache.tokens import check_ids
 
 CHUNK_BYTES: Final = 2 << 20
 """A thread is handed at least so many bytes of pages to copy."""
+PIECE_BYTES: Final = 512 << 10
+"""Pages are copied and summed in pieces of this length, which stay in a core's cache between the two."""
 GIL_KEPT_BELOW: Final = 32 << 10
 """Bytes of a page below which giving the interpreter's lock away for its checksum costs more than keeping it."""
 MAX_THREADS: Final = 4
@@ -62,7 +64,7 @@ class Stored:
     reason: "pb.Reason"
 
 
-class _Copied(NamedTuple):
+class _Copy(NamedTuple):
     """What a thread found of a page that it copied."""
 
     whole: int
@@ -293,15 +295,18 @@ class Storing:
         self._sum_generations[reservation.slots] = [self._host.generation(slot) for slot in slots]
         return pb.REASON_NONE, [each.sums for each in copied]
 
-    def _copy_part(self, pages: Sequence[tuple[memoryview, int]], has_crc: bool) -> list[_Copied]:
+    def _copy_part(self, pages: Sequence[tuple[memoryview, int]], has_crc: bool) -> list[_Copy]:
         """Copy pages to their slots, and take the checksums of each copy while it is in the processor's cache."""
         copied = []
         for source, slot in pages:
-            page = self._host.view(slot)
-            np.copyto(np.frombuffer(page, np.uint8), np.frombuffer(source, np.uint8))
-            sums = self._host.take_sums(slot) if self._host.num_sums else None
-            whole = whole_sum(sums) if sums is not None else payload_checksum(page)
-            copied.append(_Copied(whole, sums, checksum(page) if has_crc else 0))
+            page, sums = self._host.view(slot), None
+            if self._host.num_sums:
+                np.copyto(np.frombuffer(page, np.uint8), np.frombuffer(source, np.uint8))
+                sums = self._host.take_sums(slot)
+                whole = whole_sum(sums)
+            else:
+                whole = pieces_checksum(_copied(source, page))
+            copied.append(_Copy(whole, sums, checksum(page) if has_crc else 0))
         return copied
 
     def _publish(self, reservation: Reservation, sums: Sequence[PageSums | None]) -> Stored:
@@ -368,7 +373,7 @@ class Storing:
             return  # the cache closes; the promise is settled as lost
 
 
-async def _ended(parts: Iterable["asyncio.Future[list[_Copied]]"]) -> None:
+async def _ended(parts: Iterable["asyncio.Future[list[_Copy]]"]) -> None:
     """Wait until every thread has ended its part, even when cancelled: until then the memory is in use."""
     cancelled: asyncio.CancelledError | None = None
     waiting = set(parts)
@@ -380,6 +385,15 @@ async def _ended(parts: Iterable["asyncio.Future[list[_Copied]]"]) -> None:
             waiting = {part for part in waiting if not part.done()}
     if cancelled is not None:
         raise cancelled
+
+
+def _copied(source: memoryview, target: memoryview) -> Iterator[memoryview]:
+    """Copy a page piece by piece; each piece of the copy once it is there."""
+    into, out_of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    for start in range(0, len(target), PIECE_BYTES):
+        piece = slice(start, start + PIECE_BYTES)
+        np.copyto(into[piece], out_of[piece])
+        yield target[piece]
 
 
 def checksum(page: memoryview) -> int:

@@ -20,7 +20,7 @@ from hicache.tiers.host import HostTier
 from hicache.tiers.nvme import NvmeTier
 from hicache.tiers.nvme.geometry import PageShape
 from hicache.tiers.nvme.striped import StripedTier
-from hicache.tiers.sums import page_sums, payload_checksum, unpacked, whole_sum
+from hicache.tiers.sums import page_sums, payload_checksum, pieces_checksum, unpacked, whole_sum
 from tests.stamps import identity_chain, stamp
 from tests.tiers.contract import expect_page, fetch, run, store
 from tests.tiers.nvme import capacity_for
@@ -112,6 +112,7 @@ def test_there_is_one_of_each_layer_and_one_of_the_page() -> None:
     assert sums == sums_of(page)
     assert len(unpacked(sums)) == SHAPE.num_layers + 1
     assert unpacked(sums)[-1] == whole_sum(sums) == payload_checksum(page.data)
+    assert pieces_checksum([page.data[:7], page.data[7:7], page.data[7:]]) == whole_sum(sums)
 
 
 def test_the_host_keeps_them_for_one_life_of_a_slot() -> None:
