@@ -155,7 +155,7 @@ def garble(server: Any) -> None:
     """Turn every page of the arena into other numbers."""
     host = server.cache.tiers["host"]
     for slot in range(host.capacity_pages):
-        page = host.tensor[slot].view(torch.float32)
+        page = host.tensor()[slot].view(torch.float32)
         page.copy_(page.flip(0) + 1.0)
 
 
