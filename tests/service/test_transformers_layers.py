@@ -1,12 +1,16 @@
 """A context on its way to the device, through the real engine: each layer is attended over as soon as it has come.
 
 The device tier is the real one, but the copy of a layer waits until the test lets it begin, and can be made to fail.
+So can be reading a layer of what streams from NVMe.
 """
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -15,8 +19,10 @@ import torch
 from hicache.service import building
 from hicache.service.compose import HiCache
 from hicache.service.engines.transformers import TransformersEngine, layout_of
-from hicache.tier import DEVICE, HOST, LayerWrites, Outcome, PageWrite
+from hicache.tier import DEVICE, HOST, NVME, LayerWrites, Outcome, PageWrite
 from hicache.tiers.device import DeviceTier
+from hicache.tiers.nvme.io import FileIO
+from hicache.tools.bench.throttled import throttled_nvme
 from tests.service.tiny_llama import (
     PAGE_SIZE,
     assert_same,
@@ -31,6 +37,8 @@ NUM_PAGES: Final = 24
 NUM_TOKENS: Final = NUM_PAGES * PAGE_SIZE
 NUM_LAYERS: Final = 3
 NEW: Final = 6
+BLOCK_BYTES: Final = 4096
+"""Of an NVMe page's header, and what pages are aligned to."""
 
 
 class Gate:
@@ -166,3 +174,80 @@ def test_what_does_not_come_is_read_in_the_host(model: Any, monkeypatch: pytest.
             again = request.generate(NEW, output_logits=True)
         assert_same(again.tokens, again.logits, plain)
         assert cache.match(engine.namespace, ids[0]).by_tier.keys() == {DEVICE}
+
+
+# -- what streams from NVMe -------------------------------------------------------------------------------------------
+
+
+class UnreadableFiles(FileIO):
+    """Real files, of which one read fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: set[int] = set()
+        """Offsets of which the first that is read fails."""
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset in self.unreadable:
+            self.unreadable.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(fd, buffers, offset)
+
+
+def places_of(directory: Path, layer: int, layer_bytes: int) -> dict[Path, list[int]]:
+    """By segment, where that layer of every page lies (`tiers/FORMAT.md`)."""
+    return {
+        segment: [at + BLOCK_BYTES + layer * layer_bytes for at in range(0, len(data), BLOCK_BYTES)
+                  if data.startswith(b"HICPAGE\0", at)]
+        for segment in directory.glob("hicache-*.seg")
+        for data in (segment.read_bytes(),)
+    }  # fmt: skip
+
+
+def damage(places: dict[Path, list[int]]) -> None:
+    """Flip a bit at each place."""
+    for segment, offsets in places.items():
+        with segment.open("r+b") as file:
+            for at in offsets:
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1]))
+            os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("is_damaged", [True, False], ids=["damaged", "unreadable"])
+@pytest.mark.parametrize("fails_at", range(NUM_LAYERS))
+def test_a_layer_that_nvme_does_not_give_is_computed_again(
+    model: Any, tmp_path: Path, fails_at: int, is_damaged: bool
+) -> None:
+    """A context that no faster tier has room for is streamed. Whichever layer fails, those before it were attended
+    over, nothing of them is kept, and the tokens are the same."""
+    ids, files = random_ids(NUM_TOKENS), UnreadableFiles()
+    layout = layout_of(model, page_size=PAGE_SIZE)
+    plain = plain_generate(model, ids, NEW)
+    attended: list[int] = []
+    with (
+        throttled_nvme(files),
+        open_cache(
+            layout, device_pages=6, host_pages=8, nvme_dir=tmp_path / "nvme", nvme_bytes=64 << 20
+        ) as cache,
+        TransformersEngine(model, cache) as engine,
+    ):
+        with engine.request(ids) as request:
+            request.prefill()
+        with engine.request(ids) as request:
+            assert request.cached == NUM_TOKENS - PAGE_SIZE
+            assert request.cached_by_tier[NVME] > NUM_TOKENS // 4
+            places = places_of(tmp_path / "nvme", fails_at, layout.layer_bytes(0))
+            if is_damaged:
+                damage(places)
+            else:
+                files.unreadable = {at for offsets in places.values() for at in offsets}
+            with after_each_layer(model, attended.append), counting(model) as counter:
+                generation = request.generate(NEW, output_logits=True)
+            assert_same(generation.tokens, generation.logits, plain)
+            assert attended[: fails_at + 1] == [*range(fails_at), 0], "the pass did not fail at that layer"
+            assert request.num_lost > 0
+            # The pass that failed counted a page; then came what was lost, and that page.
+            assert counter.tokens == PAGE_SIZE + request.num_lost + PAGE_SIZE + NEW - 1
