@@ -80,6 +80,8 @@ class Snapshot:
     roots: list[PrefixNode]
     nodes: dict[int, PrefixNode]
     """All that could be read, parents before children."""
+    num_prefixes: int
+    """Nodes that could be read, or of a server that was not asked for them, those that it has."""
     num_damaged: int
     """Nodes left out."""
 
@@ -153,6 +155,14 @@ def load(path: Path) -> Snapshot:
         raise CommandFailed(f"{shown} is damaged: {damage}") from damage
 
 
+def of_server(inspected: Mapping[str, Any]) -> Snapshot:
+    """What a server said of itself, with or without its nodes. Raises `CommandFailed`."""
+    try:
+        return _parse({"cache": inspected}, has_nodes="nodes" in inspected)
+    except _Damaged as damage:
+        raise CommandFailed(f"the server's answer is not understood: {damage}") from damage
+
+
 class _Damaged(Exception):
     """Something in a file is not as it must be."""
 
@@ -161,7 +171,7 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parse(content: Mapping[str, Any]) -> Snapshot:
+def _parse(content: Mapping[str, Any], *, has_nodes: bool = True) -> Snapshot:
     cache = _field(content, "cache", dict)
     if cache.get("format") != CACHE_FORMAT:
         raise _Damaged(f"its cache is of format {printable(str(cache.get('format')), 20)}, not {CACHE_FORMAT}")
@@ -176,7 +186,8 @@ def _parse(content: Mapping[str, Any]) -> Snapshot:
             if not isinstance(lane, dict) or _field(lane, count, int) < 0:
                 raise _Damaged(f"lane {printable(name, 20)} has no {count}")
     labels = content.get("labels")
-    nodes, num_damaged = _read_nodes(_field(cache, "nodes", list), labels if isinstance(labels, dict) else {}, tiers)
+    raw = _field(cache, "nodes", list) if has_nodes else []
+    nodes, num_damaged = _read_nodes(raw, labels if isinstance(labels, dict) else {}, tiers)
     for node in nodes.values():
         if node.parent is not None:
             nodes[node.parent].children.append(node)
@@ -194,6 +205,7 @@ def _parse(content: Mapping[str, Any]) -> Snapshot:
         counters=_field(cache, "counters", dict),
         roots=[node for node in nodes.values() if node.parent is None],
         nodes=nodes,
+        num_prefixes=len(nodes) if has_nodes else _field(cache, "num_nodes", int),
         num_damaged=num_damaged,
     )
 

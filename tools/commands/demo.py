@@ -2,13 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
+from hicache.tools.arguments import byte_size, integer, path
 from hicache.tools.demo.options import DTYPES, MAX_NEW_TOKENS, MAX_REQUESTS, QUICK_REQUESTS, DemoOptions
 from hicache.tools.terminal import Style
-from hicache.tools.units import parse_bytes
 
 _DESCRIPTION: Final = """\
 Answers questions about documents with a real language model. The keys and values of
@@ -41,27 +39,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     defaults = DemoOptions()
-    count = _integer(1, MAX_REQUESTS)
+    count = integer(1, MAX_REQUESTS)
     asked = parser.add_argument_group("what is asked")
     add = asked.add_argument
-    add("--docs", type=_path, metavar="DIR", help="your own .txt and .md files instead of the standard library's")
-    add("--questions", type=_path, metavar="FILE", help="your own questions, one a line, asked about each document")
+    add("--docs", type=path, metavar="DIR", help="your own .txt and .md files instead of the standard library's")
+    add("--questions", type=path, metavar="FILE", help="your own questions, one a line, asked about each document")
     add("--requests", type=count, metavar="N", help=f"requests beside the oversized one (default {defaults.requests})")
-    add("--seed", type=_integer(0, 2**63 - 1), default=0, metavar="N", help="same seed, same requests (default 0)")
-    new_tokens = _integer(1, MAX_NEW_TOKENS)
+    add("--seed", type=integer(0, 2**63 - 1), default=0, metavar="N", help="same seed, same requests (default 0)")
+    new_tokens = integer(1, MAX_NEW_TOKENS)
     add("--max-new-tokens", type=new_tokens, metavar="N", help=f"length of answers (default {defaults.max_new_tokens})")
     add("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, fewer documents: about a minute")
     add = parser.add_argument_group("the model").add_argument
-    add("--model", type=_path, metavar="DIR", help="a local Hugging Face directory, or one with a single .gguf file")
+    add("--model", type=path, metavar="DIR", help="a local Hugging Face directory, or one with a single .gguf file")
     add("--dtype", choices=DTYPES, default=defaults.dtype, help="of weights, keys and values (default float32)")
     add("--device", default=defaults.device, metavar="DEVICE", help="cpu (default), cuda, cuda:1, ...")
     add = parser.add_argument_group("the tiers", "chosen from the working set unless given").add_argument
-    add("--device-bytes", type=_size, metavar="SIZE", help="budget of the device tier")
-    add("--host-bytes", type=_size, metavar="SIZE", help="budget of the host tier")
-    add("--nvme-dir", type=_path, metavar="DIR", help="keep the NVMe tier's files here (default: temporary ones)")
+    add("--device-bytes", type=byte_size, metavar="SIZE", help="budget of the device tier")
+    add("--host-bytes", type=byte_size, metavar="SIZE", help="budget of the host tier")
+    add("--nvme-dir", type=path, metavar="DIR", help="keep the NVMe tier's files here (default: temporary ones)")
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=_path, metavar="FILE", help="write every request and the summary as JSON")
-    add("--snapshot", type=_path, metavar="FILE", help="write what the cache holds at the end, for `hicache tree`")
+    add("--json", type=path, metavar="FILE", help="write every request and the summary as JSON")
+    add("--snapshot", type=path, metavar="FILE", help="write what the cache holds at the end, for `hicache tree`")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,30 +88,3 @@ def _options(args: argparse.Namespace) -> DemoOptions:
         max_new_tokens=args.max_new_tokens or default.max_new_tokens, dtype=args.dtype, device=args.device,
         json=args.json, snapshot=args.snapshot, compare=default.compare, compare_each=default.compare_each,
     )  # fmt: skip
-
-
-def _path(text: str) -> Path:
-    # `Path("")` is the current directory: what an unset variable in a script would name.
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty")
-    return Path(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
-        return value
-
-    return parse

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hicache.tools.exits import Exit, UsageProblem
+from hicache.tools.progress import Progress
 from hicache.tools.terminal import Colour, Style, pad, printable
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from hicache.tiers.nvme import inspect_directory
     from hicache.tools import doctor
 
-    shown = _Progress()
+    shown = Progress()
     if args.repair:
         report = inspect_directory(args.directory)
         doctor.check_repair(report, args.copy)
@@ -87,28 +88,3 @@ def lines(checks: "list[Check]", style: Style) -> list[str]:
             arrow = "→" if style.unicode else "->"
             shown.append(f"  {pad('', 4)}  {pad('', width)}  {style.paint(f'{arrow} {check.mend}', Colour.DIM)}")
     return shown
-
-
-class _Progress:
-    """How far something is, on standard error: one line that moves on a terminal, a line a tenth elsewhere."""
-
-    def __init__(self) -> None:
-        self._is_live = sys.stderr.isatty()
-        self._last = ("", -1)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        step = (what, 10 * done // max(total, 1))
-        if step == self._last or (not self._is_live and not 0 < step[1] < 10):
-            return
-        self._last = step
-        text = f"{what}: {done:,} of {total:,}"
-        if self._is_live:
-            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Nothing more is to come."""
-        if self._is_live and self._last[1] >= 0:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        self._last = ("", -1)

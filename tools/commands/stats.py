@@ -3,14 +3,22 @@
 import argparse
 import json
 import sys
+from typing import Final
 
-from hicache.tools.commands import _snapshot_file as common
+from hicache.tools.commands import _source as common
 from hicache.tools.exits import Exit
-from hicache.tools.snapshot import Snapshot, load
+from hicache.tools.snapshot import Snapshot
 from hicache.tools.terminal import Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds
 
-JSON_FORMAT = "hicache-stats"
+JSON_FORMAT: Final = "hicache-stats"
+_EPILOG: Final = f"""\
+examples:
+  hicache stats
+  hicache stats --json | jq .counters.tokens_by_tier
+  hicache stats demo.snapshot
+
+{common.EPILOG}"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,19 +26,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Shows how full each tier is, what the lanes between them moved, and what the cache has counted."
     )
-    parser.epilog = common.EPILOG
-    common.add_file(parser)
+    parser.epilog = _EPILOG
+    common.add_source(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
-    path = common.chosen_file(args)
-    snapshot = load(path)
+    common.check_source(args)
+    name, snapshot = common.read(args, nodes=False)
     if args.json:
         print(json.dumps(to_json(snapshot), indent=2))
     else:
         style = Style.of(sys.stdout)
-        print(common.heading(path, snapshot, style))
+        print(common.heading(name, snapshot, style))
         for line in lines(snapshot, style):
             print(line)
     common.check_whole(snapshot)
@@ -42,7 +50,7 @@ def to_json(snapshot: Snapshot) -> dict[str, object]:
     "num_prefixes", "num_damaged"}`, the inner objects as `hicache.service.snapshot` describes them."""
     return {
         "format": JSON_FORMAT, "version": 1, "time": snapshot.time, "layout": snapshot.layout, "tiers": snapshot.tiers,
-        "lanes": snapshot.lanes, "counters": snapshot.counters, "num_prefixes": len(snapshot.nodes),
+        "lanes": snapshot.lanes, "counters": snapshot.counters, "num_prefixes": snapshot.num_prefixes,
         "num_damaged": snapshot.num_damaged,
     }  # fmt: skip
 
@@ -71,7 +79,7 @@ def lines(snapshot: Snapshot, style: Style) -> list[str]:
             shown.append(f"  {label:<26}  {', '.join(parts) or 'none'}")
         else:
             shown.append(f"  {label:<26}  {_number(value)}")
-    shown.append(f"  {'prefixes':<26}  {len(snapshot.nodes):,}")
+    shown.append(f"  {'prefixes':<26}  {snapshot.num_prefixes:,}")
     return shown
 
 

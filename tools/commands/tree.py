@@ -2,17 +2,18 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hicache.tools.commands import _snapshot_file as common
-from hicache.tools.exits import CommandFailed, Exit, UsageProblem
-from hicache.tools.snapshot import LABEL_TOKENS, PrefixNode, Snapshot, load
+from hicache.tools.arguments import integer
+from hicache.tools.commands import _source as common
+from hicache.tools.exits import Exit
+from hicache.tools.snapshot import LABEL_TOKENS, PrefixNode, Snapshot
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable, visible_length
+from hicache.tools.tokenizer import opened
 from hicache.tools.units import format_bytes, plural
 
 JSON_FORMAT: Final = "hicache-tree"
@@ -21,6 +22,13 @@ DEFAULT_WIDTH: Final = 20
 _NAME_SHARE: Final = 0.5
 """The tree takes this much of a line, the numbers follow."""
 _NUMBER_COLUMNS: Final = 44
+_EPILOG: Final = f"""\
+examples:
+  hicache tree --depth 2
+  hicache tree --tokenizer ./model demo.snapshot
+  hicache tree --json | jq '.prefixes[] | select(.leases > 0)'
+
+{common.EPILOG}"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "H host, N NVMe; small letters while a copy arrives or leaves), the time since the last\n"
         "use and the leases that protect it."
     )
-    parser.epilog = common.EPILOG
-    common.add_file(parser)
-    parser.add_argument("--depth", type=_at_least_one, metavar="N", help="show so many levels (default all)")
-    parser.add_argument("--width", type=_at_least_one, metavar="N", default=DEFAULT_WIDTH,
+    parser.epilog = _EPILOG
+    common.add_source(parser)
+    parser.add_argument("--depth", type=integer(1, 1_000_000), metavar="N", help="show so many levels (default all)")
+    parser.add_argument("--width", type=integer(1, 1_000_000), metavar="N", default=DEFAULT_WIDTH,
                         help=f"show so many prefixes below each, the largest (default {DEFAULT_WIDTH})")  # fmt: skip
     parser.add_argument("--text", action="store_true", help="show how each prefix's own tokens begin")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR",
@@ -42,15 +50,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
-    path = common.chosen_file(args)
+    common.check_source(args)
     decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
-    snapshot = load(path)
+    name, snapshot = common.read(args, nodes=True)
     view = View(args.depth, args.width, show_text=args.text or decode is not None, decode=decode)
     if args.json:
         print(json.dumps(to_json(snapshot, view)))
     else:
         style = Style.of(sys.stdout)
-        print(common.heading(path, snapshot, style))
+        print(common.heading(name, snapshot, style))
         for line in lines(snapshot, view, style):
             print(line)
     common.check_whole(snapshot)
@@ -208,17 +216,7 @@ def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
 
 
 def _decoder(directory: Path) -> Callable[[list[int]], str]:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise UsageProblem(f"--tokenizer: {printable(os.fspath(directory))} has no tokenizer.json")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise CommandFailed("decoding tokens needs the package tokenizers: pip install 'hicache[demo]'") from error
-    try:
-        tokenizer = Tokenizer.from_file(os.fspath(path))
-    except Exception as error:  # the library raises plain exceptions
-        raise UsageProblem(f"--tokenizer: {printable(os.fspath(path))} is not a tokenizer: {error}") from error
+    tokenizer = opened(directory)
 
     def decode(tokens: list[int]) -> str:
         size = tokenizer.get_vocab_size()
@@ -226,9 +224,3 @@ def _decoder(directory: Path) -> Callable[[list[int]], str]:
         return text
 
     return decode
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000")
-    return int(text)

@@ -1,36 +1,49 @@
-"""What `hicache tree` and `hicache stats` share: which snapshot, and what is said about it first."""
+"""What `hicache tree` and `hicache stats` share: a running server or a saved snapshot, and what is said of it first."""
 
 import argparse
+import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from hicache.tools.commands import _server
 from hicache.tools.exits import CommandFailed, UsageProblem
-from hicache.tools.snapshot import Snapshot
+from hicache.tools.owner import reached
+from hicache.tools.snapshot import Snapshot, load, of_server
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds, plural
 
-EPILOG = """\
-A snapshot comes from `hicache demo --snapshot FILE`, or from HiCache.snapshot().
+EPILOG: Final = """\
+Without FILE the running server is asked. A snapshot comes from `hicache demo --snapshot FILE`,
+or from HiCache.snapshot().
 
-exit status: 0 ok; 1 the file is damaged (what can be read of it is shown); 2 bad usage, or FILE is not a snapshot
+exit status: 0 ok; 1 no server answers, or the file is damaged (what can be read of it is
+shown); 2 bad usage, or FILE is not a snapshot
 """
 
 
-def add_file(parser: argparse.ArgumentParser) -> None:
-    """Add the two ways of naming the file, and `--json`."""
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the two ways of naming a file, the server's directory, and `--json`."""
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a snapshot file")
     parser.add_argument("--snapshot", type=Path, metavar="FILE", help="the same")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    _server.add_server(parser)
 
 
-def chosen_file(args: argparse.Namespace) -> Path:
-    """The one file that was named. Raises `UsageProblem` for none or two."""
-    named = [path for path in (args.file, args.snapshot) if path is not None]
-    if len(named) != 1:
-        raise UsageProblem("name one snapshot file" if named else "no snapshot file is named: give FILE")
-    path: Path = named[0]
-    return path
+def check_source(args: argparse.Namespace) -> None:
+    """Raise `UsageProblem` where more than one file, or a file and a server, are named."""
+    if args.file is not None and args.snapshot is not None:
+        raise UsageProblem("name one snapshot file")
+    if (args.file or args.snapshot) is not None and args.socket_dir is not None:
+        raise UsageProblem("name a snapshot file or a server, not both")
+
+
+def read(args: argparse.Namespace, *, nodes: bool) -> tuple[str, Snapshot]:
+    """What was named, by name; of a server with its prefixes where `nodes` asks for them."""
+    path: Path | None = args.file or args.snapshot
+    if path is not None:
+        return os.fspath(path), load(path)
+    with reached(args.socket_dir) as owner:
+        return f"server at {owner.directory}", of_server(owner.inspect(nodes=True) if nodes else owner.stats)
 
 
 def check_whole(snapshot: Snapshot) -> None:
@@ -41,14 +54,14 @@ def check_whole(snapshot: Snapshot) -> None:
         )
 
 
-def heading(path: Path, snapshot: Snapshot, style: Style) -> str:
-    """Which file, and how old."""
+def heading(name: str, snapshot: Snapshot, style: Style) -> str:
+    """Which file or server, and when."""
     taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(snapshot.time))
     dtype, page_size = snapshot.layout.get("dtype"), snapshot.layout.get("page_size")
     shape = (
         f", {printable(str(dtype), 20)} pages of {printable(str(page_size), 20)} tokens" if dtype and page_size else ""
     )
-    return style.paint(printable(str(path)), Colour.TITLE) + style.paint(f"  taken {taken}{shape}", Colour.DIM)
+    return style.paint(printable(name), Colour.TITLE) + style.paint(f"  taken {taken}{shape}", Colour.DIM)
 
 
 def tier_lines(snapshot: Snapshot, style: Style) -> list[str]:

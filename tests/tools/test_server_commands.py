@@ -1,0 +1,219 @@
+"""What the commands say of a server whose cache is known, and do to it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.service.client import Client, Prompt
+from hicache.service.server.process import Server
+from hicache.tools.cli import main
+from tests.service.serving import ThreadServer
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE
+from tests.service.test_deadlines import leave_the_host
+from tests.tools.served import COLD, WARM, Shell, known_server, words
+
+DIGEST = NAMESPACE.digest.hex()
+Known = tuple[ThreadServer, Client, Shell]
+
+
+@pytest.fixture
+def known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Known]:
+    """A known server, a client, and commands against it."""
+    with known_server(tmp_path) as (server, client):
+        yield server, client, Shell(server.directory, capsys)
+
+
+def test_stats(known: Known) -> None:
+    _, _, shell = known
+    text = shell.text("stats")
+    assert text.startswith("server at DIR taken TIME, float32 pages of 16 tokens\n\nTiers\n host 12.0 KiB of 256 KiB")
+    assert "3 of 64 pages" in text
+    assert "4 of 127 pages" in text
+    assert " host → NVMe 16.0 KiB 4 0 AGE SPEED\n NVMe → host 0 B 0 0 - -\n" in text
+    assert " pages published 7\n" in text
+    assert text.endswith(" prefixes 3\n")
+    stats = shell.json("stats")
+    assert stats["tiers"]["host"]["used_pages"] == 3
+    assert stats["layout"] == {"page_size": 16, "page_bytes": 4096, "dtype": "float32", "num_layers": 2}
+    assert stats["num_prefixes"] == 3
+
+
+def test_tree(known: Known) -> None:
+    _, _, shell = known
+    text = shell.text("tree")
+    assert text.partition("namespace ")[2] == (
+        f"{DIGEST[:16]}…: 3 prefixes, 28.0 KiB\n"
+        " tokens bytes tiers last use leases\n"
+        "└─ tokens 0 1 2 3 … 32 8.00 KiB . N AGE -\n"
+        " ├─ tokens 900 901 902 903 … 48 12.0 KiB H . AGE -\n"
+        " └─ tokens 32 33 34 35 … 32 8.00 KiB . N AGE -\n"
+    )
+    prefixes = shell.json("tree", "--depth", "1")["prefixes"]
+    assert [(each["num_tokens"], each["hidden"], each["namespace"]) for each in prefixes] == [(32, 2, DIGEST)]
+    shell.json("tree", "--text")
+
+
+def test_sessions(known: Known) -> None:
+    _, client, shell = known
+    with client.acquire(Prompt(NAMESPACE, WARM[: 2 * PAGE])):
+        text = shell.text("sessions")
+        sessions = shell.json("sessions")
+    assert text.startswith("1 session\n session name tenant pid leases reserved pages oldest calls silent staging\n")
+    assert " 1 engine\\x1b[31m - " in text
+    assert " 1 0 2 AGE 0 AGE 64.0 KiB\n1 session since the start\n" in text
+    (session,) = sessions["sessions"]
+    assert (session["name"], session["leases"]) == ("engine\x1b[31m", 1)
+
+
+def test_explain(known: Known) -> None:
+    server, _, shell = known
+    assert shell.text("explain", words([*WARM[: 4 * PAGE], *WARM[4 * PAGE : 4 * PAGE + 3], 7, 7])) == (
+        f"cached: 64 of 69 tokens (4 pages, 16.0 KiB) of namespace {DIGEST[:16]}; 5 are not cached in whole pages\n"
+        " 0 to 31 nvme on NVMe alone: the server loads it into host memory when it is acquired\n"
+        " 32 to 63 host in host memory: an engine on this machine maps it, nothing is copied\n"
+        " 64 to 66 miss a cached page begins so and goes on otherwise: an engine may copy this part of it, "
+        "or computes it\n"
+        " 67 to 68 miss less than a page of 16 tokens: only whole pages are cached, an engine computes it\n"
+        " loading from NVMe -\n computing what is missing -\n computing all of it -\n"
+    )
+    told = shell.json("explain", words(COLD), "--namespace", DIGEST[:5])
+    assert told["tokens_by_place"] == {"nvme": 64}
+    whys = {span["why"] for span in shell.json("explain", words(list(range(5000, 5000 + PAGE))))["spans"]}
+    assert whys == {"no cached prompt begins so: it was never stored, or has left; an engine computes it"}
+    server.run(_promote(server))
+    assert shell.json("explain", words(COLD))["predicted"]["load_s"] == 0
+
+
+async def _promote(server: ThreadServer) -> None:
+    cache = server.server.cache
+    await cache.prefetch(NAMESPACE, COLD, deadline=cache.clock.monotonic() + 10).wait()
+
+
+def test_pin_and_unpin(known: Known) -> None:
+    server, _, shell = known
+    prompt = words([*WARM, 5])
+    what = f"pin 80 of 81 tokens (5 pages, 20.0 KiB) of namespace {DIGEST[:16]}; 1 are not cached in whole pages\n"
+    assert shell.text("pin", prompt, "--dry-run") == f"would {what}"
+    assert server.call(lambda inside: inside.cache.num_pins) == 0
+    assert shell.json("pin", prompt, "--dry-run")["done"] is None
+    assert shell.text("pin", prompt) == f"will {what}pinned 80 tokens\n"
+    assert server.call(lambda inside: inside.cache.num_pins) == 1
+    assert shell.json("pin", prompt)["done"] == {"tokens": 80}
+    assert "  80 tokens of it are pinned" in shell("explain", prompt)[1]
+    will = "will end the pin of exactly these 81 tokens; pins hold 80 of them\n"
+    assert shell.text("unpin", prompt) == f"{will}it is no longer pinned\n"
+    assert shell.json("unpin", prompt, status=1)["done"] == {"was_pinned": False}
+    assert shell.text("pin", "1,2,3", status=1) == "nothing of these 3 tokens is cached, so nothing can be pinned\n"
+    assert shell.json("pin", "1,2,3", status=1)["done"] is None
+
+
+def test_prefetch(known: Known) -> None:
+    server, _, shell = known
+    will = "bring up to 2 pages (8.00 KiB) from NVMe to host memory; 3 pages of the prefix are there\n"
+    assert shell.text("prefetch", words(WARM), "--dry-run") == f"would {will}"
+    assert shell.text("prefetch", words(WARM)) == f"will {will}begun: 2 pages; there already: 3\n"
+    server.until(lambda inside: inside.cache.tiers["host"].num_free == 59, within_s=10)
+    assert shell.json("prefetch", words(WARM))["done"] == {"begun_pages": 0, "there_pages": 5, "left_pages": 0}
+    assert shell.json("prefetch", "5", status=1)["done"] is None
+
+
+def test_evict(known: Known) -> None:
+    server, _, shell = known
+    will = "have 63 pages (252 KiB) of the host tier free: 61 are free now, so about 2 will leave it\n"
+    assert shell.text("evict", "--tier", "host", "--bytes", "252KiB", "--dry-run") == f"would {will}"
+    assert server.call(lambda inside: inside.cache.tiers["host"].num_free) == 61
+    done = shell.json("evict", "--tier", "host", "--pages", "64")
+    assert (done["plan"]["leaving_pages"], done["done"]) == (3, {"free_pages": 64})
+    complaint = "hicache evict: 65 pages are more than the 64 of the host tier\n"
+    assert shell("evict", "--tier", "host", "--pages", "65") == (2, "", complaint)
+
+
+def test_what_cannot_be_evicted_is_told(known: Known) -> None:
+    _, client, shell = known
+    with client.acquire(Prompt(NAMESPACE, WARM)):
+        status, out, err = shell("evict", "--tier", "host", "--pages", "64")
+    assert (status, out.count("\n")) == (1, 1)
+    assert err.startswith("hicache evict: refused: host: ")
+
+
+def test_flush(known: Known) -> None:
+    server, client, shell = known
+    will = "forget 3 prefixes with 7 pages (28.0 KiB); 3 of the pages are leased or pinned\n"
+    with client.acquire(Prompt(NAMESPACE, WARM)):
+        assert shell.text("flush", "--all", "--dry-run") == f"would {will}"
+        assert server.call(lambda inside: inside.cache.tree.num_nodes) == 3
+        assert shell.text("flush", "--all", status=1) == f"will {will}5 pages stay: they are held\n"
+    assert shell.json("flush", "--all")["done"] == {"held_pages": 0, "durable": True}
+    assert server.call(lambda inside: inside.cache.tree.num_nodes) == 0
+    assert shell.json("flush", "--tenant", "red")["plan"]["pages"] == 0
+    status, _, err = shell("explain", "1")
+    assert (status, err) == (1, "hicache explain: nothing is cached, of no namespace\n")
+
+
+def test_verify(known: Known) -> None:
+    server, _, shell = known
+    assert shell.text("verify") == "7 copies read: all are whole\n"
+    (slot,) = server.call(lambda inside: _slots(inside, WARM[: 3 * PAGE])[-1:])
+    server.call(lambda inside: _flip(inside, slot))
+    found = shell.json("verify", status=1)
+    assert (found["pages"], found["corrupt_pages"], found["failed_pages"]) == (7, 1, 0)
+    assert shell.json("verify", "--one-in", "1000000")["one_in"] == 1_000_000
+    assert shell.json("explain", words(WARM))["cached_tokens"] == 2 * PAGE
+
+
+def _slots(inside: Server, tokens: list[int]) -> list[int]:
+    node = inside.cache.tree.match(NAMESPACE, tokens).nodes[-1]
+    return [int(slot) for slot in node.slots(inside.cache.tree.tiers[0])[:1]]
+
+
+def _flip(inside: Server, slot: int) -> None:
+    view: Any = inside.cache.tiers["host"]
+    view.view(slot)[0] ^= 1
+
+
+def test_two_namespaces_have_to_be_told_apart(known: Known) -> None:
+    _, client, shell = known
+    other = NAMESPACE.__class__(model="other\x1b", layout=LAYOUT)
+    with client.reserve(Prompt(other, range(PAGE))) as reservation:
+        reservation.commit()
+    listed = f"{DIGEST[:16]} (sha256:ab), {other.digest.hex()[:16]} (other\\x1b)"
+    status, out, err = shell("pin", "1")
+    assert (status, out) == (1, "")
+    assert err == f"hicache pin: the server keeps 2 namespaces; name one with --namespace: {listed}\n"
+    assert shell.json("explain", words(list(range(PAGE))), "--namespace", other.digest.hex())["cached_tokens"] == PAGE
+    unlike = "0" if DIGEST[0] != "0" and other.digest.hex()[0] != "0" else "123456"
+    assert shell("pin", "1", "--namespace", unlike)[2].startswith(
+        "hicache pin: none of the server's namespaces begin so: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["pin"], "name the prefix by TOKENS or by --prompt TEXT"),
+        (["pin", "1", "--prompt", "x"], "name the prefix by TOKENS or by --prompt TEXT"),
+        (["pin", "--prompt", "x"], "--prompt needs --tokenizer DIR"),
+        (["explain", "1,x\x1b"], "TOKENS: 'x\\x1b' is no token id from 0 to 2,147,483,647"),
+        (["explain", "1,2147483648"], "TOKENS: '2147483648' is no token id from 0 to 2,147,483,647"),
+        (["explain", ","], "TOKENS: there are none"),
+        (["unpin", "1", "--namespace", "xyz"], "--namespace: 'xyz' is no beginning of a digest"),
+        (["evict", "--tier", "host"], "one of the arguments --pages --bytes is required (see hicache evict --help)"),
+        (["flush"], "one of the arguments --all --tenant is required (see hicache flush --help)"),
+        (["stats", "file", "--socket-dir", "d"], "name a snapshot file or a server, not both"),
+    ],
+    ids=lambda value: " ".join(value).replace("\x1b", "") if isinstance(value, list) else "",
+)
+def test_bad_usage_is_told_before_a_server_is_looked_for(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"hicache {arguments[0]}: {complaint}\n")
+
+
+def test_a_prefix_that_left_the_host_is_explained_from_nvme(known: Known) -> None:
+    server, _, shell = known
+    server.run(leave_the_host(server))
+    assert shell.json("explain", words(WARM))["tokens_by_place"].get("host") is None
