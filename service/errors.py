@@ -18,7 +18,7 @@ for tools that know gRPC only.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import grpc
 
@@ -34,6 +34,7 @@ from hicache.errors import (
     TierUnavailable,
 )
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.wire import ERROR_METADATA
 
 MAX_PROBLEM_CHARS: Final = 400
 """Longest text that an error carries over the wire."""
@@ -203,6 +204,12 @@ def from_wire(status: grpc.StatusCode, details: str, message: bytes | None) -> H
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(details or "the call reached its deadline")
     return _BY_STATUS.get(status, ServerFailure)(details or status.name)
+
+
+def error_of(error: Any) -> HicacheError:
+    """The error that a failed call of gRPC, an `RpcError`, stands for."""
+    packed = next((value for key, value in error.trailing_metadata() or () if key == ERROR_METADATA), None)
+    return from_wire(error.code(), error.details() or "", packed)
 
 
 def reason_of(error: HicacheError) -> "pb.Reason":

@@ -8,12 +8,12 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache.errors import DeadlineExceeded, HicacheError
+from hicache.errors import DeadlineExceeded
 from hicache.tools.exits import CommandFailed
 from hicache.tools.terminal import printable
 
@@ -141,24 +141,21 @@ class Owner:
         """Errors of a call in words."""
         import grpc
 
-        from hicache.service.client.transport import error_of
-        from hicache.service.errors import Unreachable
+        from hicache.service.errors import Unreachable, VersionMismatch, error_of
 
         try:
             yield
         except grpc.RpcError as problem:
             error = error_of(problem)
-            if _code(problem) is grpc.StatusCode.UNIMPLEMENTED:
+            if isinstance(error, VersionMismatch):
                 text = f"{self._shown} does not know this call: it is of another version, or another kind of server"
-            elif isinstance(error, Unreachable) or _code(problem) is grpc.StatusCode.UNAVAILABLE:
+            elif isinstance(error, Unreachable):
                 shown = printable(os.fspath(self.directory))
                 text = f"what listens at {shown} hung up: it is no hicache server, or has ended"
             elif isinstance(error, DeadlineExceeded):
                 text = f"{self._shown} does not answer in time"
-            elif isinstance(error, HicacheError):
-                text = f"refused: {printable(str(error))}"
             else:
-                text = f"{self._shown}: {printable(str(error))}"
+                text = f"refused: {printable(str(error))}"
             raise CommandFailed(text) from None
 
 
@@ -218,8 +215,3 @@ def _path(method: str) -> str:
 def _packed(request: Any) -> bytes:
     data: bytes = request.SerializeToString()
     return data
-
-
-def _code(problem: Any) -> "grpc.StatusCode":
-    code: Callable[[], grpc.StatusCode] = problem.code
-    return code()

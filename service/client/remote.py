@@ -24,15 +24,8 @@ from hicache.errors import BadRequest, DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client.calls import Request
 from hicache.service.client.mirror import Mirror
-from hicache.service.client.transport import (
-    OPTIONS,
-    AsyncGrpcTransport,
-    Beat,
-    GrpcTransport,
-    OnEnd,
-    OnNotice,
-    error_of,
-)
+from hicache.service.client.transport import OPTIONS, AsyncGrpcTransport, Beat, GrpcTransport, OnEnd, OnNotice
+from hicache.service.errors import error_of
 from hicache.service.proto import hicache_pb2 as pb
 
 MAX_PIECES: Final = 4

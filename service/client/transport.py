@@ -19,7 +19,7 @@ import grpc.aio
 from hicache.errors import BadRequest, DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client.calls import REPLIES, Request
-from hicache.service.errors import ServerFailure, Unreachable, from_error, from_wire
+from hicache.service.errors import ServerFailure, Unreachable, error_of, from_error
 from hicache.service.proto import hicache_pb2 as pb
 
 MAX_FDS: Final = 3
@@ -237,9 +237,3 @@ def _serialize(message: Any) -> bytes:
 
 def _packed(request: Request) -> bytes:
     return wire.with_tokens(request.message.SerializeToString(), request.tokens)
-
-
-def error_of(error: Any) -> Exception:
-    """The error of ours that a failed call of gRPC stands for."""
-    packed = next((value for key, value in error.trailing_metadata() or () if key == wire.ERROR_METADATA), None)
-    return from_wire(error.code(), error.details() or "", packed)

@@ -13,8 +13,8 @@ import pytest
 from hicache.errors import BadRequest, HicacheError
 from hicache.service import wire
 from hicache.service.client import Client, Prompt, connect
-from hicache.service.client.transport import error_of, say_hello
-from hicache.service.errors import VersionMismatch
+from hicache.service.client.transport import say_hello
+from hicache.service.errors import VersionMismatch, error_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.process import Server
 from hicache.service.server.sessions import MAX_ABANDONED

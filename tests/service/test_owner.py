@@ -12,7 +12,7 @@ import pytest
 from hicache.errors import BadRequest, LeaseExpired, NoRoom
 from hicache.service import wire
 from hicache.service.client import Durability, Prompt, connect
-from hicache.service.client.transport import error_of
+from hicache.service.errors import error_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.walks import MAX_WALKS
 from hicache.tier import HOST

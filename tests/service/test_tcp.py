@@ -19,9 +19,8 @@ from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.service import wire
 from hicache.service.client import Client, Outcome, Prompt, connect, connect_async
-from hicache.service.client.transport import error_of
 from hicache.service.config import ServeConfig
-from hicache.service.errors import Forbidden, Unreachable
+from hicache.service.errors import Forbidden, Unreachable, error_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server import data, pieces
 from hicache.tier import HOST

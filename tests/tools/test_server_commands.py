@@ -8,6 +8,7 @@ import pytest
 
 from hicache.service.client import Client, Prompt
 from hicache.service.server.process import Server
+from hicache.tier import HOST
 from hicache.tools.cli import main
 from tests.service.serving import ThreadServer
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE
@@ -114,7 +115,7 @@ def test_prefetch(known: Known) -> None:
     will = "bring up to 2 pages (8.00 KiB) from NVMe to host memory; 3 pages of the prefix are there\n"
     assert shell.text("prefetch", words(WARM), "--dry-run") == f"would {will}"
     assert shell.text("prefetch", words(WARM)) == f"will {will}begun: 2 pages; there already: 3\n"
-    server.until(lambda inside: inside.cache.tiers["host"].num_free == 59, within_s=10)
+    server.until(lambda inside: inside.cache.tiers[HOST].num_free == 59, within_s=10)
     assert shell.json("prefetch", words(WARM))["done"] == {"begun_pages": 0, "there_pages": 5, "left_pages": 0}
     assert shell.json("prefetch", "5", status=1)["done"] is None
 
@@ -123,7 +124,7 @@ def test_evict(known: Known) -> None:
     server, _, shell = known
     will = "have 63 pages (252 KiB) of the host tier free: 61 are free now, so about 2 will leave it\n"
     assert shell.text("evict", "--tier", "host", "--bytes", "252KiB", "--dry-run") == f"would {will}"
-    assert server.call(lambda inside: inside.cache.tiers["host"].num_free) == 61
+    assert server.call(lambda inside: inside.cache.tiers[HOST].num_free) == 61
     done = shell.json("evict", "--tier", "host", "--pages", "64")
     assert (done["plan"]["leaving_pages"], done["done"]) == (3, {"free_pages": 64})
     complaint = "hicache evict: 65 pages are more than the 64 of the host tier\n"
@@ -169,7 +170,7 @@ def _slots(inside: Server, tokens: list[int]) -> list[int]:
 
 
 def _flip(inside: Server, slot: int) -> None:
-    view: Any = inside.cache.tiers["host"]
+    view: Any = inside.cache.tiers[HOST]
     view.view(slot)[0] ^= 1
 
 
