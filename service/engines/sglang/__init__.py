@@ -1,0 +1,37 @@
+"""hicache for SGLang: a dynamic backend of its storage interface, which keeps the pages of its host pools in the
+sidecar.
+
+    python -m sglang.launch_server --model-path MODEL --page-size 64 --enable-hierarchical-cache
+        --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+        '{"backend_name": "hicache", "module_path": "hicache.service.engines.sglang", "class_name": "HicacheStorage",
+          "interface_v1": 1}'
+
+The files, in the order in which a page meets them:
+
+    storage.py        `HicacheStorage`, what SGLang calls
+    settings.py       what the extra configuration may say
+    identity.py       which pages may be this engine's: the namespace of each pool
+    pools.py          a host pool's pages as ranges of memory
+    objects.py        pages by SGLang's keys, in the sidecar
+
+**Keys.** The interface names a page by SHA-256 over all tokens up to its end, chained page by page from a seed of what
+else SGLang tells apart (`extra_key`, which has the adapter, and `cache_salt`). Tokens do not come with it. So a page is
+found by all 256 bits of that digest, in namespaces that no engine with tokens has, and each page by itself: what is
+before it need not be cached, as SGLang asks for pages in the middle of a prompt without saying what is before them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hicache.service.engines.sglang.storage import HicacheStorage
+
+__all__ = ["HicacheStorage"]
+
+
+def __getattr__(name: str) -> Any:
+    # The files beside the backend are used, and tested, where there is no SGLang.
+    if name == "HicacheStorage":
+        from hicache.service.engines.sglang.storage import HicacheStorage
+
+        return HicacheStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
