@@ -114,7 +114,7 @@ class Link:
 
     def _lose(self, error: HicacheError, client: Client | None = None) -> None:
         """Say it once, and begin to look for the sidecar."""
-        self._say(f"hicache: going on without the cache: {error}")
+        self._say(f"going on without the cache: {error}")
         with self._lock:
             if self._closing.is_set() or (self._thread is not None and self._thread.is_alive()):
                 return
@@ -131,14 +131,14 @@ class Link:
                 client = self._connected()
             except HicacheError as again:
                 error = again
-                self._say(f"hicache: going on without the cache: {error}")
+                self._say(f"going on without the cache: {error}")
                 continue
             with self._lock:
                 is_wanted = not self._closing.is_set()
                 if is_wanted:
                     self._client, self._thread = client, None
             if is_wanted:
-                self._say("hicache: the cache is there again")
+                self._say("the cache is there again")
             else:
                 client.close()
             return
@@ -146,7 +146,7 @@ class Link:
     def _say(self, sentence: str) -> None:
         if sentence != self._said:
             self._said = sentence
-            _log.warning("%s", sentence)
+            _log.warning("hicache, %s: %s", self._name, sentence)
 
 
 def serve_options(layout: KVLayout) -> str:

@@ -173,7 +173,9 @@ def test_a_sidecar_that_comes_later_is_found(
             assert running.ask(prompts[:3]).tokens == plain.tokens[:3]
         finally:
             server.stop()
-    assert running.log().count("going on without the cache") == 1
+    # Each side says it once.
+    for side in ("scheduler", "worker"):
+        assert running.log().count(f"hicache, vllm {side}: going on without the cache") == 1
 
 
 @pytest.mark.parametrize("after_s", [0.0, pytest.param(0.05, marks=pytest.mark.smoke), 0.2, 0.6])
