@@ -48,8 +48,9 @@ _STATUS_OF: Final = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATE
 """Signals that end a command after it has cleaned up, and what it returns then."""
 
 
-class Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived. Like `KeyboardInterrupt`, it unwinds so that temporary files are removed."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived. It unwinds as a `KeyboardInterrupt` does, so that temporary files are removed: a task
+    group passes on what is one as it is."""
 
     def __init__(self, status: Exit) -> None:
         super().__init__(status)
@@ -83,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _leave_quietly(name)
     except (HicacheError, OSError) as problem:
         return _complain(name, printable(str(problem)), Exit.FAILED)
-    except KeyboardInterrupt:
-        return _complain(name, "interrupted", Exit.INTERRUPTED)
     except Terminated as stop:
         return _complain(name, "terminated", stop.status)
+    except KeyboardInterrupt:
+        return _complain(name, "interrupted", Exit.INTERRUPTED)
     return status
 
 

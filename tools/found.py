@@ -145,8 +145,11 @@ def _misses(position: int, num_asked: int, partial_tokens: int, page_size: int) 
 def _load_s(lanes: dict[str, Any], num_bytes: int) -> float | None:
     if not num_bytes:
         return 0.0
-    bandwidth = lanes.get("nvme->host", {}).get("bandwidth")
-    return num_bytes / bandwidth if bandwidth else None
+    lane = lanes.get("nvme->host")
+    if lane is None or not lane["bytes"]:
+        return None
+    # Where time is all latency the lane knows no bandwidth: then what it took so far, latency and all.
+    return num_bytes / lane["bandwidth"] if lane["bandwidth"] else num_bytes * lane["busy_s"] / lane["bytes"]
 
 
 def _seconds_a_token(work: dict[str, Any]) -> float | None:

@@ -223,8 +223,9 @@ class DataCalls:
         if partial is not None:
             parts.append(partial.node.slots(HOST)[partial.page :][:1])
         slots = np.concatenate(parts)
-        cache.tree.move_lease(lease, kept[-1], cache.clock.monotonic())
+        # Before the lease moves: that may join nodes of the path which nothing else holds, and `kept` would name the dead.
         pins = [cache.tree.pin(nodes, HOST) for nodes in (kept, [partial.node] if partial else []) if nodes]
+        cache.tree.move_lease(lease, kept[-1], cache.clock.monotonic())
         generation = cache.tiers[HOST].generation
         generations = np.array([generation(slot) for slot in slots.tolist()], np.dtype("<i8"))
         lent = Lent((lease,), tuple(pins), sum([pin.num_pages for pin in pins]), slots=slots)

@@ -58,6 +58,10 @@ def run_virtual(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
     loop = _VirtualLoop()
     try:
         return loop.run_until_complete(main(VirtualClock(loop)))
+    except KeyboardInterrupt:
+        # Nothing real is held by the tasks that are left, so they are dropped, and nobody needs to hear of it.
+        loop.set_exception_handler(lambda _loop, _context: None)
+        raise
     finally:
         loop.close()
 
