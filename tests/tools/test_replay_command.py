@@ -1,8 +1,10 @@
 """`hicache replay`: what it prints agrees with what can be known otherwise, and wrong input is named."""
 
 import dataclasses
+import gc
 import gzip
 import json
+import signal
 import xml.etree.ElementTree as ElementTree
 from itertools import islice
 from pathlib import Path
@@ -14,6 +16,7 @@ from PIL import Image
 from hicache.admissions import ADMISSIONS
 from hicache.policies import NAMES
 from hicache.policy.lru import LruPolicy
+from hicache.prefill import PrefillCurve
 from hicache.tools.cli import main
 from hicache.tools.commands import replay as command
 from hicache.tools.replay.blocks import BlockCache
@@ -254,3 +257,23 @@ def test_a_bad_trace_ends_without_output(tmp_path: Path, capsys: pytest.CaptureF
     assert printed.out == ""
     assert "the gzip data is cut off" in printed.err
     assert not (tmp_path / "curve.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_it_with_one_line(
+    number: int, status: int, word: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It comes in the midst of one request while others are under way."""
+    seconds = PrefillCurve.seconds
+
+    def interrupted(curve: PrefillCurve, start: int, stop: int, *, steps: int = 1) -> float:
+        signal.raise_signal(number)
+        return seconds(curve, start, stop, steps=steps)
+
+    monkeypatch.setattr(PrefillCurve, "seconds", interrupted)
+    assert main(["replay", "--synthetic", "chat", "--limit", "60", "--pace", "10"]) == status
+    gc.collect()  # whatever was left behind would complain now
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", f"hicache replay: {word}\n")

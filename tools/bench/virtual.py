@@ -6,7 +6,11 @@ machine does meanwhile.
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Sequence
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from hicache.tier import Outcome, PageIdentity, PageRead, PageWrite, Slots, TierId
@@ -54,16 +58,40 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end in virtual time, which begins at 0."""
+    """Run a coroutine to its end in virtual time, which begins at 0. What a signal's handler raises comes out of here
+    after the coroutine was cancelled and has ended, not in the middle of one of its tasks."""
     loop = _VirtualLoop()
     try:
-        return loop.run_until_complete(main(VirtualClock(loop)))
-    except KeyboardInterrupt:
-        # Nothing real is held by the tasks that are left, so they are dropped, and nobody needs to hear of it.
-        loop.set_exception_handler(lambda _loop, _context: None)
-        raise
+        root = loop.create_task(main(VirtualClock(loop)))
+        with _cancelled_by_signals(root):
+            return loop.run_until_complete(root)
     finally:
         loop.close()
+
+
+@contextmanager
+def _cancelled_by_signals(root: asyncio.Task[Any]) -> Iterator[None]:
+    """Within the block a signal that has a handler cancels a task; the handler is called at the end of the block."""
+    if threading.current_thread() is not threading.main_thread():  # only there are handlers set and called
+        yield
+        return
+    arrived: list[int] = []
+
+    def cancel(number: int, _frame: FrameType | None) -> None:
+        arrived.append(number)
+        root.cancel()
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, cancel)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])  # what its handler raises takes the cancellation's place
 
 
 class SlotsOnly:
