@@ -6,7 +6,7 @@ what the machine has: four tokens and four query rows make 16 sums that stay in 
 loaded once for four rows, and a query once for four tokens. In all passes tokens come before heads, because that is
 the order in which pages lie in memory; what comes next is fetched ahead, as the processor cannot know the next page.
 
-All of it is in one file, as Numba's cache on disk looks at no other one.
+All that computes is in one file, as Numba's cache on disk looks at no other one; a `Job` is part of a function's type.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
+
+from hicache.kernels.decode_job import Job
 
 LANES: Final = 16
 """Elements that are computed together; heads are a multiple of it."""
@@ -84,9 +86,9 @@ def _fused(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.V
 
 
 def _fetch_ahead(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line of an address that need not be one."""
+    """Ask for the cache line of an address that need not be one, to be used once."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    _called(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, _INT32(0), _INT32(3), _INT32(1))
+    _called(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, _INT32(0), _INT32(0), _INT32(1))
 
 
 def _loop(
@@ -124,35 +126,38 @@ def _folded(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, run: int) -> ir.Val
 
 
 def _addresses(builder: ir.IRBuilder, table: ir.Value, offset: ir.Value) -> list[ir.Value]:
-    """Those of four tokens and of the four that follow, each moved by `offset`."""
+    """Those of four tokens, each moved by `offset`."""
     pointer = builder.inttoptr(table, _INT64.as_pointer())
-    loaded = [builder.load(builder.gep(pointer, [_INT64(i)])) for i in range(2 * _NUM_TOKENS)]
+    loaded = [builder.load(builder.gep(pointer, [_INT64(i)])) for i in range(_NUM_TOKENS)]
     return [builder.add(address, offset) for address in loaded]
 
 
 def _load_tokens(
-    builder: ir.IRBuilder, addresses: list[ir.Value], i: ir.Value, stored: Any
+    builder: ir.IRBuilder, addresses: list[ir.Value], ahead: list[ir.Value], i: ir.Value, stored: Any
 ) -> list[ir.Value]:
-    """Sixteen elements, number `i`, of each of four tokens; those of the next four are asked for."""
+    """Sixteen elements, number `i`, of each of four tokens; those of the four that are `ahead` are asked for."""
     num_bytes, load = _STORED[stored]
     offset = builder.mul(i, _INT64(num_bytes * LANES))
-    for address in addresses[_NUM_TOKENS:]:
+    for address in ahead:
         _fetch_ahead(builder, _at(builder, address, offset))
-    return [load(builder, _at(builder, address, offset)) for address in addresses[:_NUM_TOKENS]]
+    return [load(builder, _at(builder, address, offset)) for address in addresses]
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _dots(
-    context: Any, stored: Any, query: Any, table: Any, offset: Any, num_vectors: Any, output: Any
+    context: Any, stored: Any, query: Any, table: Any, offset: Any, ahead: Any, ahead_offset: Any, num_vectors: Any,
+    output: Any,
 ) -> tuple[Any, Any]:
-    """Products of four query rows and four keys, to 16 numbers at `output`: those of row 0 first."""
+    """Products of four query rows and four keys, to 16 numbers at `output`: those of row 0 first. At `table` are the
+    addresses of four tokens, to be moved by the offset, and at `ahead` those of what to fetch ahead."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, query, table, offset, num_vectors, output = arguments
+        _, query, table, offset, ahead, ahead_offset, num_vectors, output = arguments
         addresses = _addresses(builder, table, offset)
+        following = _addresses(builder, ahead, ahead_offset)
 
         def body(i: ir.Value, sums: Sequence[ir.Value]) -> list[ir.Value]:
-            keys = _load_tokens(builder, addresses, i, stored)
+            keys = _load_tokens(builder, addresses, following, i, stored)
             added = []
             for row in range(_NUM_ROWS):
                 at = _at(builder, query, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
@@ -171,18 +176,20 @@ def _dots(
         _store(builder, sums[0], output)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 5), generate
+    return types.void(stored, *[types.int64] * 7), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _weigh(
-    context: Any, stored: Any, total: Any, table: Any, offset: Any, num_vectors: Any, weights: Any
+    context: Any, stored: Any, total: Any, table: Any, offset: Any, ahead: Any, ahead_offset: Any, num_vectors: Any,
+    weights: Any,
 ) -> tuple[Any, Any]:
-    """Add four values, by the 16 weights at `weights`, to four rows at `total`."""
+    """Add four values, by the 16 weights at `weights`, to four rows at `total`; otherwise as `_dots`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, total, table, offset, num_vectors, weights = arguments
+        _, total, table, offset, ahead, ahead_offset, num_vectors, weights = arguments
         addresses = _addresses(builder, table, offset)
+        following = _addresses(builder, ahead, ahead_offset)
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
         spread = []
@@ -192,7 +199,7 @@ def _weigh(
             spread.append(builder.shuffle_vector(first, undefined, everywhere))
 
         def body(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-            values = _load_tokens(builder, addresses, i, stored)
+            values = _load_tokens(builder, addresses, following, i, stored)
             for row in range(_NUM_ROWS):
                 at = _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 added = _load_floats(builder, at)
@@ -204,7 +211,7 @@ def _weigh(
         _loop(builder, num_vectors, [], body)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 5), generate
+    return types.void(stored, *[types.int64] * 7), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -241,72 +248,73 @@ def _exp2(x: Any) -> Any:
     return _F(0.0) if x < _F(-126.0) else series * power
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compiled when it is called, and kept on disk if there is a directory for that."""
-    options = {"nogil": True, "fastmath": _FAST_MATH, "error_model": "numpy"}
-    try:
-        compiled: Callable[..., None] = njit(cache=True, **options)(function)
-    except RuntimeError:
-        # Neither the folder of this file nor the user's own can be written to.
-        compiled = njit(**options)(function)
-    return compiled
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _counted(context: Any, job: Any) -> tuple[Any, Any]:
+    """Number of the job's next run, which no other thread is given."""
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        counter = builder.bitcast(arguments[0], _INT64.as_pointer())
+        return builder.atomic_rmw("add", counter, _INT64(1), "monotonic")
+
+    return types.int64(job), generate
 
 
-@_compiled
-def decode_block(
-    stored: Any,
-    query: Any,
-    pages: Any,
-    strides: Any,
-    table: Any,
-    page_size: Any,
-    first: Any,
-    last: Any,
-    cap: Any,
-    tops: Any,
-    sums: Any,
-    total: Any,
-    scores: Any,
-    addresses: Any,
-) -> None:
-    """Take tokens `first` to `last` of a table into the state of some queries.
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _pointer(context: Any, address: Any, number: Any) -> tuple[Any, Any]:
+    """The address as that of numbers of that type."""
+    kind = types.CPointer(number)
 
-    stored: a number of the type that stands for the pages' (`_STORED`). query float32 [H, R, D / 16, 4, 16], of 4 R
-    rows a head, of which four lie together, a vector of each after the other; scaled so that products are in units of
-    log2, or with a cap in units of it; cap: in units of log2, 0 for none.
-    pages: address of pages whose strides in bytes are `strides` int64 [4]: slot, plane, token, head. table int32, of
-    slots that are there. The state: tops float32 [H * R * 4], greatest score; sums [H * R * 4], and total [H * R,
-    D / 16, 4, 16], relative to it; -inf, 0 and 0 at the start. Room of this call's own: scores float32 [H * R, N / 4,
-    16] and addresses int64 [N + 4], N being how many tokens are taken at once, a multiple of 4.
-    """
-    num_heads, blocks_a_head, num_vectors = query.shape[:3]
-    block_bytes = 4 * 4 * LANES * num_vectors
-    most = 4 * scores.shape[1]
-    query_at, total_at, scores_at = query.ctypes.data, total.ctypes.data, scores.ctypes.data
-    addresses_at = addresses.ctypes.data
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        return builder.inttoptr(arguments[0], target.get_value_type(kind))
+
+    return kind(types.int64, number), generate
+
+
+@njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _attend(stored: Any, job: Any, run: Any) -> None:
+    """Take the tokens of one run into its state."""
+    num_heads, blocks_a_head, num_vectors = job.num_heads, job.blocks_a_head, job.num_vectors
+    num_blocks, most = num_heads * blocks_a_head, job.tokens_at_once
+    block_bytes = _NUM_ROWS * _BYTES * num_vectors
+    total_at = job.total_at + run * num_blocks * block_bytes
+    scores_at = job.scores_at + run * num_blocks * (most // 4) * _BYTES
+    addresses_at = job.addresses_at + run * (most + 4) * 8
+    state_at = run * num_blocks * _NUM_ROWS * 4
+    tops = carray(_pointer(job.tops_at + state_at, _F(0)), num_blocks * _NUM_ROWS)
+    sums = carray(_pointer(job.sums_at + state_at, _F(0)), num_blocks * _NUM_ROWS)
+    total = carray(_pointer(total_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
+    scores = carray(_pointer(scores_at, _F(0)), (num_blocks, most // 4, 16))
+    addresses = carray(_pointer(addresses_at, np.int64(0)), most + 4)
+    table = carray(_pointer(job.table_at, np.int32(0)), 1 + (job.last - 1) // job.page_size)
     greatest = np.empty(16, np.float32)
     added = np.empty(16, np.float32)
-    start = first
+    lead = job.heads_ahead
+    start = job.first + (job.last - job.first) * run // job.num_runs
+    last = job.first + (job.last - job.first) * (run + 1) // job.num_runs
     while start < last:
         count = min(most, last - start)
         fours = (count + 3) // 4
         # Behind the block's own tokens: those that follow, only to be fetched ahead.
         for i in range(4 * fours + 4):
             token = min(start + i, last - 1)
-            slot = np.int64(table[token // page_size])
-            addresses[i] = pages + slot * strides[0] + (token % page_size) * strides[2]
+            slot = np.int64(table[token // job.page_size])
+            addresses[i] = job.pages_at + slot * job.slot_stride + (token % job.page_size) * job.token_stride
         for four in range(fours):
             for head in range(num_heads):
+                ahead_at, ahead = addresses_at + 32 * four, head + lead
+                if ahead >= num_heads:
+                    ahead_at, ahead = ahead_at + 32, ahead - num_heads
                 for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
                     _dots(
-                        stored, query_at + block * block_bytes, addresses_at + 32 * four,
-                        head * strides[3], num_vectors, scores_at + 64 * (block * (most // 4) + four),
+                        stored, job.query_at + block * block_bytes,
+                        addresses_at + 32 * four, head * job.head_stride, ahead_at, ahead * job.head_stride,
+                        num_vectors, scores_at + 64 * (block * (most // 4) + four),
                     )  # fmt: skip
-        if cap > _F(0.0):
+        if job.cap > _F(0.0):
             for block in range(num_heads * blocks_a_head):
                 for four in range(fours):
                     for i in range(16):
-                        scores[block, four, i] = cap * np.tanh(scores[block, four, i])
+                        scores[block, four, i] = job.cap * np.tanh(scores[block, four, i])
         for block in range(num_heads * blocks_a_head):
             for token in range(count, 4 * fours):
                 for row in range(4):
@@ -345,9 +353,33 @@ def decode_block(
                     scores[block, fours - 1, 4 * row + token % 4] = _F(0.0)
         for four in range(fours):
             for head in range(num_heads):
+                ahead_at, ahead = addresses_at + 32 * four, head + lead
+                if ahead >= num_heads:
+                    ahead_at, ahead = ahead_at + 32, ahead - num_heads
                 for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
                     _weigh(
-                        stored, total_at + block * block_bytes, addresses_at + 32 * four,
-                        head * strides[3] + strides[1], num_vectors, scores_at + 64 * (block * (most // 4) + four),
+                        stored, total_at + block * block_bytes,
+                        addresses_at + 32 * four, head * job.head_stride + job.plane_stride,
+                        ahead_at, ahead * job.head_stride + job.plane_stride,
+                        num_vectors, scores_at + 64 * (block * (most // 4) + four),
                     )  # fmt: skip
         start += count
+
+
+def compiled(number: Any) -> Any:
+    """A function of C, at `address` while this object is kept, that takes the address of a `Job` with pages of the type
+    that `number` stands for (`_STORED`), and works on runs until none is left. Several threads may do so at once."""
+
+    def attend(jobs: Any) -> None:
+        job = carray(jobs, 1)[0]
+        run = _counted(jobs)
+        while run < job.num_runs:
+            _attend(number, job, run)
+            run = _counted(jobs)
+
+    job = types.CPointer(from_dtype(np.dtype(Job)))
+    try:
+        return cfunc(types.void(job), cache=True)(attend)
+    except RuntimeError:
+        # Neither the folder of this file nor the user's own can be written to.
+        return cfunc(types.void(job))(attend)

@@ -4,17 +4,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from hicache.kernels import decode_cpu
+from hicache.kernels import decode_cpu, threads
 from hicache.kernels import launch as launching
 from hicache.kernels.attend import PagedPart, attend
-from hicache.kernels.crew import Crew
 from hicache.kernels.state import AttentionState
 from tests.kernels.contexts import DTYPES, Context, scatter_context, tensor
 from tests.repository import ROOT
@@ -47,6 +45,19 @@ def test_a_part_is_shared_out_to_threads_and_the_bits_stay_the_same(monkeypatch:
         assert torch.equal(again.lse, first.lse)
 
 
+def test_torch_has_threads_to_be_had_and_without_them_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_cpu, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    context = scatter_context(Random(2), 300, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+    query = tensor(Random(1), 1, 4, 64, dtype=torch.float32)
+    together = run(context, query)
+    assert (threads._parallel() is not None) == sys.platform.startswith("linux")
+    monkeypatch.setattr(threads, "_parallel", lambda: None)
+    alone = run(context, query)
+    assert torch.equal(alone.output, together.output)
+    assert torch.equal(alone.lse, together.lse)
+
+
 def test_several_threads_attend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_cpu, "_ALONE_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -58,11 +69,11 @@ def test_several_threads_attend_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     def work() -> None:
         differing.extend(i for i in range(20) if not torch.equal(run(context, query).output, expected.output))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    callers = [threading.Thread(target=work) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
     assert not differing
 
 
@@ -146,24 +157,3 @@ def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(tmp_path:
     (tmp_path / "file").touch()
     done = python(SCRIPT, NUMBA_CACHE_DIR=str(tmp_path / "file"))
     assert done.stdout == "True True False\n", done.stderr
-
-
-def test_a_crew_does_all_of_its_work_and_raises_what_one_raises() -> None:
-    crew, done = Crew("crew"), []
-    gate = threading.Barrier(4, timeout=60)
-
-    def work(number: int, *, fails: bool = False) -> Callable[[], None]:
-        def do() -> None:
-            gate.wait()
-            done.append(number)
-            if fails:
-                raise LookupError(number)
-
-        return do
-
-    crew.run([work(i) for i in range(4)])
-    with pytest.raises(LookupError, match="2"):
-        crew.run([work(i, fails=i == 2) for i in range(4)])
-    with pytest.raises(LookupError, match="0"):
-        crew.run([work(i, fails=i == 0) for i in range(4)])
-    assert sorted(done) == sorted([*range(4)] * 3)
