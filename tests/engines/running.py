@@ -113,7 +113,9 @@ def make_model(directory: Path, *, seed: int = 3, **more: Any) -> Path:
     """A small Llama with random weights, in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # its thread would outlive the test
     torch.manual_seed(seed)  # made in torch's own default, which is float32
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
