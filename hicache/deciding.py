@@ -16,7 +16,7 @@ from typing import Final
 
 from hicache.clock import Clock
 from hicache.movers import Lane, LaneSpeed
-from hicache.planner import Choice, Plan, Route, TierRun, arrival, plan, routes_to
+from hicache.planner import Choice, Plan, Route, TierRun, arrival, in_words, plan, routes_to
 from hicache.prefill import PrefillCurve, PrefillSpeed
 from hicache.tier import DEVICE, Tier, TierId
 
@@ -223,11 +223,11 @@ def decide(
         )  # fmt: skip
     best = min(seconds, key=lambda taken: (seconds[taken], -taken))
     if seconds[best] > load_s * (1 - MARGIN):
-        others = f"computing all of it {_ms(seconds[0])}"
-        return decision(num_cached, f"loading what is cached takes {_ms(load_s)}, {others}", seconds)
+        others = f"computing all of it {in_words(seconds[0])}"
+        return decision(num_cached, f"loading what is cached takes {in_words(load_s)}, {others}", seconds)
     what = f"the first {best} cached tokens are taken and the rest" if best else "all of it"
-    reason = f"not worth loading more: if {what} is computed, it takes {_ms(seconds[best])}, else {_ms(load_s)}"
-    return decision(best, reason, seconds)
+    comparison = f"if {what} is computed, it takes {in_words(seconds[best])}, else {in_words(load_s)}"
+    return decision(best, f"not worth loading more: {comparison}", seconds)
 
 
 def _from_both_ends(
@@ -263,7 +263,3 @@ def _unmeasured(lanes: Sequence[LaneSpeed]) -> LaneSpeed | None:
 
 def _compute(curve: PrefillCurve, start: int, stop: int, step_tokens: int) -> float:
     return curve.seconds(start, stop, steps=-(-(stop - start) // step_tokens))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"

@@ -101,12 +101,13 @@ class Plan:
             ("load first", self.load_first),
             ("compute from the front", self.compute),
             ("load from the back", self.load_back),
+            ("compute at last", self.compute_last),
         ):
             if ranges:
                 lines.append(f"  {what}: pages {', '.join(f'{r.start}-{r.stop - 1}' for r in ranges)}")
         lines.append(
-            f"  predicted {_ms(self.seconds)}; loading all {_ms(self.load_seconds)}, "
-            f"recomputing all {_ms(self.recompute_seconds)}"
+            f"  predicted {in_words(self.seconds)}; loading all {in_words(self.load_seconds)}, "
+            f"recomputing all {in_words(self.recompute_seconds)}"
         )
         return "\n".join(lines)
 
@@ -333,7 +334,7 @@ class _Planning:
         return self._missing(0, cut.meet, without=cut.fast) + self._missing(cut.last, self._num_pages)
 
     def _compared(self, ours: str, cut: _Cut, theirs: str, other: _Cut) -> str:
-        text = f"{ours} takes {_ms(cut.seconds)}, {theirs} {_ms(other.seconds)}"
+        text = f"{ours} takes {in_words(cut.seconds)}, {theirs} {in_words(other.seconds)}"
         if self._price and cut.seconds > other.seconds:
             text += f", but it leaves the engine free (a second of computing is priced at {self._price:g} s)"
         return text
@@ -435,5 +436,6 @@ def _pieces(runs: Sequence[TierRun], routes: Mapping[TierId, Route]) -> list[_Pi
     return pieces
 
 
-def _ms(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Seconds, for people."""
     return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"

@@ -100,6 +100,7 @@ def test_a_hopeless_tail_is_computed_with_the_new_tokens() -> None:
     found = plan([TierRun(HOST, 100), TierRun(NVME, 2)], routes, CURVE, page_size=PAGE, new_tokens=100)
     assert (found.choice, found.load_first, found.load_back) == (Choice.BOTH, (PageRange(0, 100),), ())
     assert found.compute_last == (PageRange(100, 102),)
+    assert "compute at last: pages 100-101" in found.explain()
     assert found.seconds < 0.1
 
 
