@@ -29,6 +29,7 @@ from hicache.tools.terminal import printable
 COMMANDS: Final = {
     "serve": "run the sidecar: one cache that the engines of this machine share",
     "demo": "answer questions over documents with a real model, and show what the cache does and saves",
+    "top": "watch a running server: tiers, lanes, hit rates, sessions, prefixes",
     "tree": "show the cached prefixes: where they are, bytes, recency, leases",
     "stats": "show tiers, lanes and counters",
     "sessions": "show who is attached to a server, and what they hold",
@@ -39,9 +40,10 @@ COMMANDS: Final = {
     "evict": "make room in a tier",
     "flush": "forget what is cached",
     "verify": "read what is cached and compare it with its checksums",
-    "doctor": "say what lies in the directory of an NVMe tier, and what is damaged",
+    "doctor": "say how a server and its machine are, or what is damaged in the directory of an NVMe tier",
     "replay": "say what a cache of given sizes would have done with a recorded or made-up load",
     "bench": "measure a part of hicache beside baselines of the same run",
+    "completion": "print what makes bash, zsh or fish complete commands and options",
 }
 """Name and summary of each command, in the order in which help lists them."""
 _STATUS_OF: Final = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATED}

@@ -6,10 +6,8 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hicache.tier import Outcome, PageIdentity, PageRead
 from hicache.tiers.nvme import DirectoryReport, NvmeTier
@@ -18,6 +16,7 @@ from hicache.tiers.nvme.geometry import BLOCK
 from hicache.tiers.nvme.header import FORGETFUL_VERSION, FORMAT_VERSION
 from hicache.tiers.nvme.inspection import FileReport, FileState
 from hicache.tiers.nvme.recovery import NO_FILES, NO_LOG
+from hicache.tools.checks import Check, Verdict, is_healthy
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.terminal import printable
 from hicache.tools.units import format_bytes, plural
@@ -28,35 +27,6 @@ Progress = Callable[[str, int, int], None]
 MAX_READ_BYTES: Final = 16 << 20
 """Pages that a repair reads at once."""
 _HASH_BYTES: Final = 4 << 20
-
-
-class Verdict(Enum):
-    """How a thing is."""
-
-    OK = "ok"
-    WARN = "warn"
-    """Works, and somebody may want to know."""
-    FAIL = "fail"
-    """Damaged, or refused by the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the diagnosis."""
-
-    verdict: Verdict
-    subject: str
-    says: str
-    mend: str = ""
-    """What can be done; empty where nothing needs to be."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict.value}
-
-
-def is_healthy(checks: list[Check]) -> bool:
-    """Whether nothing failed."""
-    return all(check.verdict is not Verdict.FAIL for check in checks)
 
 
 # ---- what is said

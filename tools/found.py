@@ -146,11 +146,12 @@ def _load_s(lanes: dict[str, Any], num_bytes: int) -> float | None:
     if not num_bytes:
         return 0.0
     lane = lanes.get("nvme->host")
-    if lane is None or not lane["bytes"]:
+    if lane is None or not lane["bytes"] or not lane["busy_s"]:
         return None
     # Where time is all latency the lane knows no bandwidth: then what it took so far, latency and all.
-    return num_bytes / lane["bandwidth"] if lane["bandwidth"] else num_bytes * lane["busy_s"] / lane["bytes"]
+    return num_bytes / float(lane["bandwidth"] or lane["bytes"] / lane["busy_s"])
 
 
 def _seconds_a_token(work: dict[str, Any]) -> float | None:
-    return work["prefill_s"] / work["prefill_tokens"] if work["prefill_tokens"] else None
+    num_tokens, seconds = int(work["prefill_tokens"]), float(work["prefill_s"])
+    return seconds / num_tokens if num_tokens else None

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -61,15 +61,15 @@ class Owner:
         assert isinstance(inspected, dict)
         return inspected
 
-    def browse(self, *, tokens: bool = False) -> "Iterator[Sequence[pb.BrowsedNode]]":
-        """All prefixes, parents before what lies below them, in steps."""
+    def browse(self, *, tokens: bool = False) -> "Iterator[pb.BrowseReply]":
+        """All prefixes, parents before what lies below them, in steps; the last one has no `walk`."""
         from hicache.service.proto import hicache_pb2 as pb
 
         walk = 0
         while True:
             request = pb.BrowseRequest(walk=walk, max_nodes=BROWSE_NODES, tokens=tokens and not walk)
-            reply = self._call("Browse", request, pb.BrowseReply)
-            yield reply.nodes
+            reply: pb.BrowseReply = self._call("Browse", request, pb.BrowseReply)
+            yield reply
             walk = reply.walk
             if not walk:
                 return

@@ -266,7 +266,8 @@ def test_a_directory_without_a_store(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "DIR"),
+        (["--verify"], "name DIR"),
+        (["store", "--config", "file"], "leave DIR out"),
         (["missing"], "missing is not a directory"),
         (["file"], "file is not a directory"),
         (["store", "--repair"], "--repair and --copy DIR go together"),

@@ -16,8 +16,8 @@ from hicache.tools.cli import main
 from tests.service.serving import thread_server
 
 ASKING = [
-    ["stats"], ["stats", "--json"], ["tree"], ["sessions"], ["explain", "1,2"], ["pin", "1"], ["unpin", "1"],
-    ["prefetch", "1"], ["evict", "--tier", "host", "--pages", "1"], ["flush", "--all"], ["verify"],
+    ["stats"], ["stats", "--json"], ["top", "--json"], ["tree"], ["sessions"], ["explain", "1,2"], ["pin", "1"],
+    ["unpin", "1"], ["prefetch", "1"], ["evict", "--tier", "host", "--pages", "1"], ["flush", "--all"], ["verify"],
 ]  # fmt: skip
 """One of each command that asks a server."""
 

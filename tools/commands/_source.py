@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,10 +65,10 @@ def heading(name: str, snapshot: Snapshot, style: Style) -> str:
     return style.paint(printable(name), Colour.TITLE) + style.paint(f"  taken {taken}{shape}", Colour.DIM)
 
 
-def tier_lines(snapshot: Snapshot, style: Style) -> list[str]:
-    """How full each tier is."""
+def tier_lines(tiers: Mapping[str, Mapping[str, Any]], style: Style) -> list[str]:
+    """How full each tier is; `tiers` as in `hicache.service.snapshot`."""
     lines = []
-    for name, tier in snapshot.tiers.items():
+    for name, tier in tiers.items():
         used, capacity = tier["used_bytes"], tier["capacity_bytes"]
         share = used / capacity if capacity else 0.0
         bar = style.bar(share, 32, TIER_COLOURS.get(name))

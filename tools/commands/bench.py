@@ -89,6 +89,14 @@ def _service(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: service.run(report, note, plan)
 
 
+def _cli(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import cli
+
+    if not args.dir.is_dir():
+        raise UsageProblem(f"--dir: there is no directory {args.dir}")
+    return lambda report, note: cli.run(report, note, args.dir, divisor=args.scale)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
     "movers": Bench("copies that hide behind computing, are asked for early, and are given up", _movers),
@@ -97,6 +105,7 @@ BENCHES: Final = {
     "policy": Bench("what eviction keeps of real workloads, beside LRU, S3-FIFO, LRFU and MIN", _policy),
     "attention": Bench("attention over a context larger than its device tier, and over some of its pages", _attention),
     "service": Bench("what the sidecar costs beside a bare gRPC echo, and beside memcpy", _service),
+    "cli": Bench("what starting a command costs beside a bare interpreter", _cli),
     "codec": Bench("codecs on real KV: how small, how exact, how fast, and when they pay", _codec),
 }
 

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 def _planned(owner: Owner, tenant: str) -> dict[str, Any]:
     """What a flush would be about."""
     prefixes = pages = leased = 0
-    for nodes in owner.browse():
-        for node in nodes:
+    for step in owner.browse():
+        for node in step.nodes:
             if not tenant or node.tenant == tenant:
                 prefixes += 1
                 pages += node.num_pages

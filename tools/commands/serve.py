@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace) -> dict[str, object]:
     """The file's settings, with the options put over them. Raises `UsageProblem`."""
-    settings: dict[str, object] = {} if args.config is None else _read(args.config)
+    settings: dict[str, object] = {} if args.config is None else read_settings(args.config)
     for key, value in (
         ("socket_dir", args.socket_dir),
         ("host.bytes", args.host),
@@ -137,7 +137,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     return settings
 
 
-def _read(path: Path) -> dict[str, object]:
+def read_settings(path: Path) -> dict[str, object]:
     shown = printable(os.fspath(path))
     try:
         with path.open("rb") as file:

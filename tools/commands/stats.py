@@ -57,7 +57,7 @@ def to_json(snapshot: Snapshot) -> dict[str, object]:
 
 def lines(snapshot: Snapshot, style: Style) -> list[str]:
     """The text form, without its heading."""
-    shown = ["", style.paint("Tiers", Colour.TITLE), *common.tier_lines(snapshot, style)]
+    shown = ["", style.paint("Tiers", Colour.TITLE), *common.tier_lines(snapshot.tiers, style)]
     shown += ["", style.paint("Lanes", Colour.TITLE)]
     shown.append(style.paint(f"  {'':<18}{'moved':>10}{'pages':>11}{'failed':>9}{'busy':>10}{'speed':>13}", Colour.DIM))
     arrow = " → " if style.unicode else " -> "

@@ -124,7 +124,7 @@ def _siblings(nodes: list[PrefixNode], above: tuple[bool, ...], depth: int, view
 
 def lines(snapshot: Snapshot, view: View, style: Style) -> Iterator[str]:
     """The text form, without its heading."""
-    yield from ("", *common.tier_lines(snapshot, style))
+    yield from ("", *common.tier_lines(snapshot.tiers, style))
     tree_columns = max(int(style.width * _NAME_SHARE), style.width - _NUMBER_COLUMNS - (60 if view.show_text else 0))
     tree_columns = min(tree_columns, 44 if view.show_text else 60, style.width - _NUMBER_COLUMNS)
     head = f"{pad('', tree_columns)}{'tokens':>8}{'bytes':>11}  {'tiers':<6}{'last use':>10}{'leases':>7}"
