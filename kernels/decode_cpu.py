@@ -16,7 +16,6 @@ import threading
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hicache.kernels.decode_job import Job
@@ -92,29 +91,30 @@ class Decoding:
         _, self._num_heads, head_dim = query.shape
         self._group: Final = self._num_heads // num_kv_heads
         by_head = query.float().view(num_kv_heads, self._group, head_dim)
-        rows = np.zeros((num_kv_heads, ceil_div(self._group, 4) * 4, head_dim), np.float32)
-        rows[:, : self._group] = (by_head * (scale * LOG2_E if soft_cap is None else scale / soft_cap)).numpy()
+        blocks_a_head, num_vectors = ceil_div(self._group, 4), head_dim // _LANES
+        num_blocks, self._most_runs = num_kv_heads * blocks_a_head, torch.get_num_threads()
+        # Memory of torch's begins with a cache line, as vectors that are not to be spread over two have to.
+        rows = torch.zeros(num_kv_heads, blocks_a_head * 4, head_dim)
+        rows[:, : self._group] = by_head * (scale * LOG2_E if soft_cap is None else scale / soft_cap)
         # Four rows together, a vector of each after the other.
-        by_four = rows.reshape(num_kv_heads, -1, 4, head_dim // _LANES, _LANES)
-        self._query: Final = np.ascontiguousarray(by_four.swapaxes(2, 3))
-        self._most_runs: Final = torch.get_num_threads()
-        num_blocks = self._query.shape[0] * self._query.shape[1]
-        self._tops: Final = np.full((self._most_runs, num_blocks, 1, 4, 1), -np.inf, np.float32)
-        self._sums: Final = np.zeros_like(self._tops)
-        self._total: Final = np.zeros((self._most_runs, num_blocks, *self._query.shape[2:]), np.float32)
-        self._scores: Final = np.empty((self._most_runs, num_blocks, _BLOCK // 4, 16), np.float32)
-        self._addresses: Final = np.empty((self._most_runs, _BLOCK + 4), np.int64)
+        by_four = rows.view(num_kv_heads, blocks_a_head, 4, num_vectors, _LANES)
+        self._query: Final = by_four.transpose(2, 3).contiguous()
+        self._tops: Final = torch.full((self._most_runs, num_blocks, 1, 4, 1), -torch.inf)
+        self._sums: Final = torch.zeros_like(self._tops)
+        self._total: Final = torch.zeros(self._most_runs, num_blocks, num_vectors, 4, _LANES)
+        self._scores: Final = torch.empty(self._most_runs, num_blocks, _BLOCK // 4, 16)
+        self._addresses: Final = torch.empty(self._most_runs, _BLOCK + 4, dtype=torch.int64)
         self._job: Final = Job(
             num_heads=num_kv_heads,
-            blocks_a_head=self._query.shape[1],
-            num_vectors=self._query.shape[2],
-            query_at=self._query.ctypes.data,
-            tops_at=self._tops.ctypes.data,
-            sums_at=self._sums.ctypes.data,
-            total_at=self._total.ctypes.data,
+            blocks_a_head=blocks_a_head,
+            num_vectors=num_vectors,
+            query_at=self._query.data_ptr(),
+            tops_at=self._tops.data_ptr(),
+            sums_at=self._sums.data_ptr(),
+            total_at=self._total.data_ptr(),
             tokens_at_once=_BLOCK,
-            scores_at=self._scores.ctypes.data,
-            addresses_at=self._addresses.ctypes.data,
+            scores_at=self._scores.data_ptr(),
+            addresses_at=self._addresses.data_ptr(),
             cap=0.0 if soft_cap is None else soft_cap * LOG2_E,
         )
 
@@ -139,16 +139,14 @@ class Decoding:
         """Output [1, HQ, D] and LSE [1, HQ], float32; None over no token."""
         if not self._job.num_runs:
             return None
-        top = self._tops.max(axis=0)
-        # NaN in keys or values is the caller's to see, in the output.
-        with np.errstate(invalid="ignore"):
-            weights = np.exp2(self._tops - top)
-            whole = (weights * self._sums).sum(axis=0)
-            output = (weights * self._total).sum(axis=0) / whole
-            lse = (np.log2(whole) + top) * np.float32(math.log(2.0))
-        return AttentionState(self._of_heads(output.swapaxes(1, 2)), self._of_heads(lse)[..., 0])
+        top = self._tops.amax(0)
+        weights = torch.exp2(self._tops - top)
+        whole = (weights * self._sums).sum(0)
+        output = (weights * self._total).sum(0) / whole
+        lse = (whole.log2() + top) * math.log(2.0)
+        return AttentionState(self._of_heads(output.transpose(1, 2)), self._of_heads(lse)[..., 0])
 
-    def _of_heads(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
+    def _of_heads(self, rows: torch.Tensor) -> torch.Tensor:
         """[1, HQ, *] of all rows' [*]: without those that fill up a group."""
-        by_head = np.ascontiguousarray(rows).reshape(self._query.shape[0], 4 * self._query.shape[1], -1)
-        return torch.from_numpy(by_head[:, : self._group].reshape(1, self._num_heads, -1))
+        by_head = rows.reshape(self._query.shape[0], 4 * self._query.shape[1], -1)
+        return by_head[:, : self._group].reshape(1, self._num_heads, -1)
