@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import stat
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,7 @@ def default_directory() -> Path:
 
 
 class SocketDirectory:
-    """A claimed directory. `close` removes the sockets and lets go of it."""
+    """A claimed directory. `close` removes the sockets and lets go of it; one that was made for nothing goes, too."""
 
     def __init__(self, path: Path, group: int | None = None) -> None:
         """Make the directory if it is missing, claim it, and remove sockets that a server before has left. `group`: who
@@ -46,25 +47,24 @@ class SocketDirectory:
         longest = max(SOCKETS, key=len)
         if len(os.fsencode(self.path / longest)) > MAX_PATH_BYTES:
             raise _refusal(self.path, f"is too long: with {longest!r} it must fit {MAX_PATH_BYTES} bytes")
+        self._was_made_for_nothing = False
         try:
             os.mkdir(self.path, 0o700)
+            self._was_made_for_nothing = True
         except FileExistsError:
             pass
         except OSError as error:
             raise _refusal(self.path, f"cannot be made: {error.strerror}") from None
         self._group: Final = group
-        self._fd = _open_own_directory(self.path, group)
-        try:
+        with ExitStack() as undoing:
+            self._fd = _open_own_directory(self.path, group)
+            undoing.callback(os.close, self._fd)
             self._lock = self._take_lock()
-            try:
-                for name in SOCKETS:
-                    self._clear(name)
-            except BaseException:
-                os.close(self._lock)
-                raise
-        except BaseException:
-            os.close(self._fd)
-            raise
+            undoing.callback(os.close, self._lock)
+            undoing.callback(self._unmake)
+            for name in SOCKETS:
+                self._clear(name)
+            undoing.pop_all()
 
     def __truediv__(self, name: str) -> str:
         return os.fspath(self.path / name)
@@ -75,15 +75,26 @@ class SocketDirectory:
             os.chown(name, -1, self._group, dir_fd=self._fd, follow_symlinks=False)
             os.chmod(self / name, 0o660)
 
+    def keep(self) -> None:
+        """The server serves: the directory stays when it ends."""
+        self._was_made_for_nothing = False
+
     def close(self) -> None:
-        """Remove the sockets and let go of the directory, which stays."""
+        """Remove the sockets and let go of the directory. It stays, unless it was made here and nothing came of it."""
         for name in SOCKETS:
-            try:
+            with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._fd)
-            except FileNotFoundError:
-                continue
+        self._unmake()
         os.close(self._lock)
         os.close(self._fd)
+
+    def _unmake(self) -> None:
+        """Remove what was made. For who holds the lock: it may be another server's directory by now."""
+        if self._was_made_for_nothing:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path / LOCK)
+            with suppress(OSError):  # somebody has put something there
+                os.rmdir(self.path)
 
     def _take_lock(self) -> int:
         try:
@@ -96,6 +107,9 @@ class SocketDirectory:
             os.close(lock)
             problem = "a server runs there already" if error.errno == errno.EWOULDBLOCK else str(error.strerror)
             raise _refusal(self.path, problem) from None
+        if not os.fstat(lock).st_nlink:
+            os.close(lock)
+            raise _refusal(self.path, "a server that could not start has just given it up; try again")
         return lock
 
     def _clear(self, name: str) -> None:
@@ -106,16 +120,24 @@ class SocketDirectory:
             return
         if not stat.S_ISSOCK(status.st_mode):
             raise _refusal(self.path, f"{name!r} is in the way and is no socket")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect(self / name)
-            except ConnectionRefusedError:
-                os.unlink(name, dir_fd=self._fd)
-                return
-            except OSError as error:
-                raise _refusal(self.path, f"{name!r} is in the way: {error.strerror or error}") from None
-        raise _refusal(self.path, f"{name!r} is in use by another program")
+        try:
+            is_in_use = is_in_use_at(self / name)
+        except OSError as error:
+            raise _refusal(self.path, f"{name!r} is in the way: {error.strerror or error}") from None
+        if is_in_use:
+            raise _refusal(self.path, f"{name!r} is in use by another program")
+        os.unlink(name, dir_fd=self._fd)
+
+
+def is_in_use_at(path: str) -> bool:
+    """Whether somebody listens at a Unix socket. Waits a second at most. Raises `OSError` if that cannot be told."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 def _open_own_directory(path: Path, group: int | None) -> int:

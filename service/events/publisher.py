@@ -8,6 +8,8 @@ what there is, sees from its first sequence that something is missing, and start
 """
 
 import asyncio
+import os
+import stat
 from collections import deque
 from typing import Any, Final, NoReturn
 
@@ -17,6 +19,7 @@ import zmq.asyncio
 from hicache.clock import Clock
 from hicache.errors import BadRequest
 from hicache.service.events.form import END, Event, batch, cleared, sequence_bytes
+from hicache.service.sockets import is_in_use_at
 
 TOPIC: Final = b""
 """As vLLM has it unless told otherwise: there are routers that subscribe to the empty topic exactly."""
@@ -27,6 +30,19 @@ KEPT_BYTES: Final = 64 << 20
 """What is kept for replays, at most."""
 QUEUED: Final = 10_000
 """Messages that wait for one listener; those beyond are lost to it."""
+
+
+def _check_free(key: str, endpoint: str) -> None:
+    """Raise `BadRequest` for a path that is not free: ZMQ removes whatever lies there, another server's socket too."""
+    path = endpoint.removeprefix("ipc://")
+    try:
+        if path == endpoint or not os.path.lexists(path):
+            return
+        is_left_over = stat.S_ISSOCK(os.lstat(path).st_mode) and not is_in_use_at(path)
+    except OSError as error:
+        raise BadRequest(key, f"{endpoint} cannot be had: {error.strerror or error}") from None
+    if not is_left_over:
+        raise BadRequest(key, f"{endpoint} cannot be had: it is another program's")
 
 
 class Publisher:
@@ -58,6 +74,7 @@ class Publisher:
             raise
 
     def _bound(self, kind: int, key: str, endpoint: str, queued: int) -> zmq.asyncio.Socket:
+        _check_free(key, endpoint)
         bound = self._context.socket(kind)
         bound.setsockopt(zmq.SNDHWM, queued)
         bound.setsockopt(zmq.LINGER, 0)

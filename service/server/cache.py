@@ -19,15 +19,17 @@ from hicache.tiers.nvme.geometry import PageShape
 
 _KEYS: Final = {
     "host_bytes": "host.bytes",
+    "capacity_pages": "host.bytes",
     "nvme_dir": "nvme.dir",
     "nvme_bytes": "nvme.bytes",
+    "nvme_capacity_pages": "nvme.bytes",
     "nvme_min_free_bytes": "nvme.min_free_bytes",
     "nvme_write_bytes_per_day": "nvme.write_bytes_per_day",
     "nvme_codec": "nvme.codec",
     "admission": "nvme.admission",
     "tenant_quotas": "tenants",
 }
-"""Arguments of the embedded cache by another name than the key of a server's configuration."""
+"""Arguments of the embedded cache and its tiers by another name than the key of a server's configuration."""
 
 
 class Served(NamedTuple):
@@ -60,7 +62,12 @@ def options_of(config: ServeConfig) -> Options:
             progress=None,
         )
     except BadRequest as error:
-        raise BadRequest(_KEYS.get(error.field, error.field), error.problem) from None
+        raise _in_own_words(error) from None
+
+
+def _in_own_words(error: BadRequest) -> BadRequest:
+    """The same, naming the configuration's key."""
+    return BadRequest(_KEYS.get(error.field, error.field), error.problem)
 
 
 async def open_cache(
@@ -73,22 +80,25 @@ async def open_cache(
     """Open the tiers; if one refuses, those before it are closed. `listeners` hear of all copies, those found on NVMe
     included. `make_host` is given `page_bytes`, `capacity_bytes` and `layer_bytes`. Raises `TierUnavailable`,
     `BadRequest`."""
-    async with AsyncExitStack() as stack:
-        # Allocating takes a while; a thread does it, so that signals are heard meanwhile.
-        layout = options.layout
-        host = await wrap(make_host)(
-            page_bytes=layout.page_bytes,
-            capacity_bytes=options.host_bytes,
-            # Checksums of layers are of use to NVMe alone.
-            layer_bytes=PageShape.of(layout).layer_bytes if options.nvme_dirs else None,
-        )
-        stack.push_async_callback(host.close)
-        tiers: dict[TierId, Tier] = {HOST: host}
-        if options.nvme_dirs:
-            # Last, because it alone leaves something behind.
-            nvme = await wrap(open_nvme)(options, clock)
-            stack.push_async_callback(nvme.close)
-            tiers[NVME] = nvme
-        cache = cache_over(options, tiers, clock, listeners=listeners)
-        stack.pop_all()
-        return Served(cache, host)
+    try:
+        async with AsyncExitStack() as stack:
+            # Allocating takes a while; a thread does it, so that signals are heard meanwhile.
+            layout = options.layout
+            host = await wrap(make_host)(
+                page_bytes=layout.page_bytes,
+                capacity_bytes=options.host_bytes,
+                # Checksums of layers are of use to NVMe alone.
+                layer_bytes=PageShape.of(layout).layer_bytes if options.nvme_dirs else None,
+            )
+            stack.push_async_callback(host.close)
+            tiers: dict[TierId, Tier] = {HOST: host}
+            if options.nvme_dirs:
+                # Last, because it alone leaves something behind.
+                nvme = await wrap(open_nvme)(options, clock)
+                stack.push_async_callback(nvme.close)
+                tiers[NVME] = nvme
+            cache = cache_over(options, tiers, clock, listeners=listeners)
+            stack.pop_all()
+            return Served(cache, host)
+    except BadRequest as error:
+        raise _in_own_words(error) from None

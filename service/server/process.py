@@ -259,6 +259,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         directory.share(wire.HELLO_SOCKET)
         stack.callback(tasks.create_task(hello.run()).cancel)
         stack.push_async_callback(server.cut_off)
+        directory.keep()
         try:
             yield server
         finally:

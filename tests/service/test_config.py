@@ -129,12 +129,28 @@ def test_flags_overrule_the_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["good.toml"]
 
 
+def test_what_shows_only_at_the_start_is_named_as_it_was_set_and_leaves_nothing(tmp_path: Path) -> None:
+    """F38: a tier with more pages than can be numbered, and one that is larger than its disk."""
+    nvme = {"nvme__dir": f'"{tmp_path / "nvme"}"'}
+    for more, named in (
+        ({"host__bytes": 1 << 60}, "host.bytes: "),
+        ({**nvme, "nvme__bytes": 1 << 60}, "nvme.bytes: "),
+        ({**nvme, "nvme__bytes": 1 << 40, "nvme__min_free_bytes": 1 << 60}, "nvme.bytes: "),
+    ):
+        done = _serve(*arguments(**more), "--socket-dir", str(tmp_path / "run"), cwd=tmp_path)
+        assert done.returncode == 2, done
+        assert done.stderr.startswith(f"hicache serve: {named}"), done.stderr
+        assert done.stderr.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
-    """F25: the server could not start; exit status 1, and no socket is left."""
+    """F25: the server could not start; exit status 1, and nothing is left."""
     done = _serve(*arguments(host_pages=1 << 28), "--socket-dir", str(tmp_path / "run"), cwd=tmp_path)
     assert done.returncode == 1, done
     assert "bytes of memory" in done.stderr
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

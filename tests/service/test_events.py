@@ -1,5 +1,6 @@
 """KV events as a router hears them: the form that vLLM documents, read here without any code that writes it."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,6 +205,40 @@ def test_an_endpoint_in_use_is_refused_before_anything_is_made(tmp_path: Path) -
         with pytest.raises(BadRequest, match=r"events.endpoint: .* cannot be had: Address already in use"):
             ThreadServer(settings(other, events__endpoint=taken, nvme__dir=str(other / "nvme"), nvme__bytes="1MiB"))
         assert not (other / "nvme").exists()
+
+
+def test_a_path_that_another_program_has_stays_its_own(tmp_path: Path) -> None:
+    """ZMQ by itself takes the path of a socket that somebody listens at, who then hears of nobody any more, and removes
+    files."""
+    mine = f"ipc://{tmp_path}/events"
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with thread_server(tmp_path / "first", events__endpoint=mine) as first:
+        with pytest.raises(BadRequest, match=r"events\.endpoint: .*another program's"):
+            ThreadServer(settings(tmp_path / "second", events__endpoint=mine))
+        with connected(zmq.SUB, mine) as listener, connect(first.directory) as client:
+            store(client, range(PAGE))
+            assert any(event["type"] == "BlockStored" for event in _heard(listener))
+    (tmp_path / "file").write_text("mine")
+    for key in ("events__endpoint", "events__replay_endpoint"):
+        more: dict[str, Any] = {"events__endpoint": mine, key: f"ipc://{tmp_path}/file"}
+        with pytest.raises(BadRequest, match="another program's"):
+            ThreadServer(settings(tmp_path / "second", **more))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def _heard(listener: "zmq.Socket[bytes]") -> Iterator[dict[str, Any]]:
+    while True:
+        yield from events_of(listener.recv_multipart()[2])
+
+
+def test_a_path_that_nobody_listens_at_is_taken(tmp_path: Path) -> None:
+    """After `kill -9`."""
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(tmp_path / "events"))
+    with thread_server(tmp_path, **endpoints(tmp_path)) as server:
+        assert replayed(f"ipc://{tmp_path}/replay", 0)[0][1] == [{"type": "AllBlocksCleared"}]
+        assert server.server.publisher is not None
 
 
 def test_a_replay_without_events_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The socket directory: whose it must be, what is in the way, and what is left over."""
 
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -17,6 +18,31 @@ def test_a_missing_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None
         assert claimed / "data.sock" == str(tmp_path / "run" / "data.sock")
     finally:
         claimed.close()
+    assert list(tmp_path.iterdir()) == [], "no server came of it"
+
+
+def test_a_directory_in_which_a_server_ran_stays(tmp_path: Path) -> None:
+    (tmp_path / "found").mkdir(mode=0o700)
+    SocketDirectory(tmp_path / "found").close()
+    claimed = SocketDirectory(tmp_path / "made")
+    claimed.keep()
+    claimed.close()
+    for name in ("found", "made"):
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["lock"]
+
+
+def test_a_lock_that_was_given_up_meanwhile_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. A server that cannot start makes the directory and its lock. 2. Another one opens the lock. 3. The first
+    removes both and lets go. 4. The other one locks what no third would find."""
+    first, lock = SocketDirectory(tmp_path / "run"), fcntl.flock
+
+    def given_up_before(fd: int, operation: int) -> None:
+        first.close()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", given_up_before)
+    with pytest.raises(BadRequest, match="try again"):
+        SocketDirectory(tmp_path / "run")
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o701, 0o777])
@@ -50,6 +76,7 @@ def test_a_link_to_a_directory_and_a_file_are_refused(tmp_path: Path) -> None:
 
 def test_a_second_server_is_refused_and_the_first_keeps_its_sockets(tmp_path: Path) -> None:
     claimed = SocketDirectory(tmp_path / "run")
+    claimed.keep()
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(claimed / "data.sock")
