@@ -26,6 +26,11 @@ ANSWER_S: Final = 5.0
 """How long a server may take to answer a call that waits for nothing."""
 STEP_S: Final = 50.0
 """How long a call may take that waits for disks or room; the server ends it before its own limit for calls."""
+_SAID: Final = frozenset({
+    "counters", "draining", "lanes", "layout", "namespaces", "num_leases", "num_nodes", "sessions", "tiers", "time",
+    "work",
+})  # fmt: skip
+"""What a server says of itself that the commands rest on."""
 BROWSE_NODES: Final = 2_000
 """Prefixes that are asked for at a time."""
 
@@ -50,15 +55,17 @@ class Owner:
         with self._told():
             call = self._channel.unary_stream(_path("Inspect"), _packed, pb.InspectPiece.FromString)
             text = b"".join([piece.json for piece in call(request, timeout=STEP_S if nodes else ANSWER_S)])
+        unknown = CommandFailed(f"{self._shown} answers in a form that this hicache does not know")
         try:
-            inspected = json.loads(text)
+            inspected: dict[str, Any] = json.loads(text)
             protocol = inspected["server"]["protocol"]
         except (ValueError, KeyError, TypeError):
-            raise CommandFailed(f"{self._shown} answers in a form that this hicache does not know") from None
+            raise unknown from None
         if protocol != wire.PROTOCOL:
             version = printable(str(protocol), 20)
             raise CommandFailed(f"{self._shown} speaks protocol {version}, this hicache protocol {wire.PROTOCOL}")
-        assert isinstance(inspected, dict)
+        if not inspected.keys() >= _SAID:
+            raise unknown
         return inspected
 
     def browse(self, *, tokens: bool = False) -> "Iterator[pb.BrowseReply]":

@@ -20,6 +20,8 @@ _SPARKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII_SPARKS: Final = "_.-=+*#@"
 _NAME_COLUMNS: Final = 18
 _RATE_COLUMNS: Final = 13
+_NUMBER_COLUMNS: Final = 55
+"""What stands to the right of a prefix."""
 
 
 @dataclass(slots=True)
@@ -145,13 +147,14 @@ def _prefixes(watch: Watch, choices: Choices, style: Style, room: int) -> list[s
     shown.sort(key=SORTS[choices.sort])
     about = f"prefixes by {choices.sort}" + (f", with {printable(choices.filter, 40)!r}" if wanted else "")
     about += f": {len(shown):,} of {watch.stats['num_nodes']:,}" + ("  paused" if choices.is_paused else "")
-    head = f"  {pad(printable(about, 58), 60)}{'tokens':>9}{'bytes':>11}  {'tiers':<11}{'last use':>12}{'leases':>8}"
-    lines = [style.paint(head, Colour.DIM)]
+    columns = min(max(style.width - _NUMBER_COLUMNS, 24), 60)
+    numbers = f"{'tokens':>9}{'bytes':>11}  {'tiers':<11}{'last use':>12}{'leases':>8}"
+    lines = [style.paint(f"  {pad(printable(about, columns - 1), columns)}{numbers}", Colour.DIM)]
     for each in shown[:room]:
         tiers = " ".join(style.paint(pad(tier, 4), TIER_COLOURS.get(tier)) for tier in each.tiers)
         title = each.title + (f"  of {each.tenant}" if each.tenant else "")
         lines.append(
-            f"  {pad(printable(title, 58), 60)}{each.num_tokens:>9,}{format_bytes(each.size_bytes):>11}  "
+            f"  {pad(printable(title, columns - 1), columns)}{each.num_tokens:>9,}{format_bytes(each.size_bytes):>11}  "
             f"{pad(tiers, 11)}{common.age(each.age_s):>12}{each.leases or '-':>8}"
         )
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hicache.service import wire
+from hicache.service.server import admin
 from hicache.service.server.process import Server
 from hicache.tools import owner
 from hicache.tools.cli import main
@@ -133,6 +134,11 @@ def test_another_kind_of_server_and_another_version(
         }
         assert complaints(server.directory, capsys) == {
             f"the server at DIR speaks protocol 99, this hicache protocol {wire.PROTOCOL}"
+        }
+        says["protocol"] = wire.PROTOCOL  # of the same protocol, but older: it says less
+        monkeypatch.setattr(admin, "moment_of", lambda cache: {})
+        assert complaints(server.directory, capsys) == {
+            "the server at DIR answers in a form that this hicache does not know"
         }
         del says["protocol"]
         assert complaints(server.directory, capsys) == {

@@ -23,7 +23,8 @@ examples:
 It changes nothing, and counts as no use. Times are predicted from what the lanes have moved and
 from what engines told of their prefill; "-" where nobody has told yet.
 
-exit status: 0 answered, whatever is cached; 1 no server answers; 2 bad usage
+exit status: 0 answered, whatever is cached; 1 no server answers, or it has no such namespace;
+             2 bad usage
 """
 
 
