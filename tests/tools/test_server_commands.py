@@ -1,5 +1,7 @@
 """What the commands say of a server whose cache is known, and do to it."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from hicache.service.client import Client, Prompt
 from hicache.service.server.process import Server
 from hicache.tier import HOST
 from hicache.tools.cli import main
+from tests.repository import ROOT
 from tests.service.serving import ThreadServer
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE
 from tests.service.test_deadlines import leave_the_host
@@ -218,3 +221,19 @@ def test_a_prefix_that_left_the_host_is_explained_from_nvme(known: Known) -> Non
     server, _, shell = known
     server.run(leave_the_host(server))
     assert shell.json("explain", words(WARM))["tokens_by_place"].get("host") is None
+
+
+def test_asking_a_server_loads_neither_numpy_nor_rich(known: Known) -> None:
+    server, _, _ = known
+    program = (
+        "import contextlib, io, sys\n"
+        "from hicache.tools.cli import main\n"
+        "for name in ('stats', 'tree', 'sessions'):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()):\n"
+        "        assert main([name, '--socket-dir', sys.argv[1]]) == 0\n"
+        "print(sorted({'torch', 'numpy', 'rich', 'tokenizers', 'hicache.service.client'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, server.directory], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.stdout, result.stderr) == ("[]\n", "")
