@@ -217,6 +217,10 @@ def _of_writing(stats: Mapping[str, Any]) -> list[Metric]:
         _count("hicache_nvme_written_bytes", "Bytes given to devices: pages as stored, and logs", device_bytes),
         _gauge("hicache_nvme_write_amplification", "These, by bytes of pages that were written; 0 before the first",
                device_bytes / page_bytes if page_bytes else 0.0),
+        _counts("hicache_nvme_refused", "Requests for room there that were refused: too much is written a day, or too "
+                "little is free on the device", ["reason"], {
+            ("write-budget",): told.get("refused.budget", 0), ("free-space",): told.get("refused.floor", 0)
+        }),
     ]  # fmt: skip
     if stats["durability"] is not None:
         waiting = stats["durability"]["accepted"] - stats["durability"]["durable"]

@@ -21,7 +21,7 @@ from hicache.service.server import metrics as endpoint
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME, TierId
 from tests.service.serving import WAIT_S, ThreadServer, settings, thread_server
-from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -135,6 +135,27 @@ def test_what_leaves_a_tier_is_counted_by_why_and_what_is_written_by_how_much(se
     assert value(values, "hicache_nvme_write_amplification") == pytest.approx(written)
     assert value(values, "hicache_nvme_undurable_changes") >= 0
     assert value(values, "hicache_stored_bytes_total") == 12 * LAYOUT.page_bytes
+
+
+def test_what_the_budget_of_writes_refuses_is_counted(tmp_path: Path) -> None:
+    """I39: prompts of sixteen times an hour's share are stored, of which NVMe takes that share alone."""
+    per_hour = 16 * LAYOUT.page_bytes
+    nvme = {"nvme__dir": str(tmp_path / "nvme"), "nvme__bytes": 256 * LAYOUT.page_bytes}
+    more: dict[str, Any] = {**nvme, "nvme__write_bytes_per_day": 24 * per_hour, "metrics__port": 0}
+    with thread_server(tmp_path, host_pages=8, **more) as server, connect(server.directory) as client:
+        for number in range(64):
+            tokens = range(1000 * number, 1000 * number + 4 * PAGE)
+            with client.reserve(Prompt(NAMESPACE, tokens), timeout_s=1.0) as reservation:
+                for index, page in enumerate(reservation):
+                    page[:] = page_bytes(tokens, reservation.first_page + index)
+                if len(reservation):
+                    reservation.commit(durability=Durability.BEHIND)
+        server.until(lambda inside: not any(lane.stats.queued_pages for lane in inside.cache.lanes), within_s=WAIT_S)
+        values = measured(server)
+    assert value(values, "hicache_stored_bytes_total") >= 10 * per_hour
+    assert 0 < value(values, "hicache_lane_bytes_total", lane="host->nvme") <= per_hour
+    assert value(values, "hicache_nvme_refused_total", reason="write-budget") > 0
+    assert value(values, "hicache_nvme_refused_total", reason="free-space") == 0
 
 
 def test_leases_have_ages_and_sessions_are_counted(server: ThreadServer) -> None:

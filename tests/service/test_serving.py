@@ -181,6 +181,17 @@ def test_views_cannot_be_written_to(server: ThreadServer) -> None:
                 lease.array(0)[0] = 1
 
 
+def test_arrays_and_tensors_are_the_same_memory(server: ThreadServer) -> None:
+    tokens = list(range(8700, 8700 + PAGE))
+    with connect(server.directory) as client:
+        store(client, tokens)
+        with client.acquire(Prompt(NAMESPACE, tokens)) as lease:
+            array, tensor = lease.array(0), lease.tensor(0)
+            assert array.tobytes() == tensor.numpy().tobytes() == page_bytes(tokens, 0)
+            assert tensor.data_ptr() == array.ctypes.data
+            del array, tensor
+
+
 def test_pages_that_the_caller_has_are_left_out(server: ThreadServer) -> None:
     """From the middle of what is stored as one run: the pages before are kept in the cache, and not in place."""
     tokens = list(range(8900, 8900 + 6 * PAGE))
