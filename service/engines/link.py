@@ -11,7 +11,8 @@ from typing import Final, TypeVar
 
 from hicache.errors import BadRequest, DeadlineExceeded, HicacheError
 from hicache.layout import KVLayout
-from hicache.service.client import Client, connect
+from hicache.namespace import Namespace
+from hicache.service.client import Client, Prompt, connect
 from hicache.service.engines.settings import EngineSettings
 from hicache.service.errors import Draining, Forbidden, LayoutMismatch, Unreachable, VersionMismatch
 
@@ -160,14 +161,18 @@ def serve_options(layout: KVLayout) -> str:
 
 
 def check_pages(layout: KVLayout) -> Callable[[Client], None]:
-    """A check that a sidecar's pages are as large as those of an engine's layout."""
+    """A check that a sidecar's pages are those of an engine's layout. It asks for a page that nobody has."""
+    nothing = Namespace(model="nothing", layout=layout)
 
     def check(client: Client) -> None:
-        welcome = client.welcome
-        if (welcome.page_bytes, welcome.page_size) != (layout.page_bytes, layout.page_size):
+        try:
+            client.lookup(Prompt(nothing, [0] * layout.page_size), timeout_s=CONNECT_S)
+        except LayoutMismatch as error:
+            welcome = client.welcome
             raise LayoutMismatch(
                 f"the sidecar has pages of {welcome.page_bytes} bytes and {welcome.page_size} tokens, this engine of "
-                f"{layout.page_bytes} and {layout.page_size}: start it with `hicache serve {serve_options(layout)}`"
-            )
+                f"{layout.page_bytes} and {layout.page_size}, or laid out otherwise: start it with `hicache serve "
+                f"{serve_options(layout)}`"
+            ) from error
 
     return check
