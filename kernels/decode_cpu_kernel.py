@@ -145,7 +145,14 @@ def _load_tokens(
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _dots(
-    context: Any, stored: Any, query: Any, table: Any, offset: Any, ahead: Any, ahead_offset: Any, num_vectors: Any,
+    context: Any,
+    stored: Any,
+    query: Any,
+    table: Any,
+    offset: Any,
+    ahead: Any,
+    ahead_offset: Any,
+    num_vectors: Any,
     output: Any,
 ) -> tuple[Any, Any]:
     """Products of four query rows and four keys, to 16 numbers at `output`: those of row 0 first. At `table` are the
@@ -181,7 +188,14 @@ def _dots(
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _weigh(
-    context: Any, stored: Any, total: Any, table: Any, offset: Any, ahead: Any, ahead_offset: Any, num_vectors: Any,
+    context: Any,
+    stored: Any,
+    total: Any,
+    table: Any,
+    offset: Any,
+    ahead: Any,
+    ahead_offset: Any,
+    num_vectors: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
     """Add four values, by the 16 weights at `weights`, to four rows at `total`; otherwise as `_dots`."""
