@@ -32,7 +32,7 @@ from hicache.service.errors import Draining, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.session import Reservation, Session, Tokens
 from hicache.service.server.sessions import Sessions
-from hicache.tier import HOST, PageIdentity, PageSums, Slots, TierId
+from hicache.tier import HOST, PageIdentity, PageSums, Slots, TierId, chain_digest
 from hicache.tiers.host import HostTier
 from hicache.tiers.memory import started_executor
 from hicache.tiers.sums import payload_checksum, pieces_checksum, whole_sum
@@ -41,7 +41,8 @@ from hicache.tokens import check_ids
 CHUNK_BYTES: Final = 2 << 20
 """A thread is handed at least so many bytes of pages to copy."""
 PIECE_BYTES: Final = 512 << 10
-"""Pages are copied and summed in pieces of this length, which stay in a core's cache between the two."""
+"""Longer pages are copied and summed in pieces of this length, which stay in a core's cache between the two. Shorter
+pieces cost more than they save: each is a hand-over of the interpreter's lock from thread to thread."""
 GIL_KEPT_BELOW: Final = 32 << 10
 """Bytes of a page below which giving the interpreter's lock away for its checksum costs more than keeping it."""
 MAX_THREADS: Final = 4
@@ -73,6 +74,10 @@ class _Copy(NamedTuple):
     """All that travel with it; None where only its own was taken."""
     crc: int
     """Its CRC-32C, where the client has sent one; else 0."""
+
+
+_Page = tuple[int, int, PageIdentity, PageSums | None]
+"""What is declared of a copied page: its slot, that slot's generation, what it is, and its checksums."""
 
 
 class Storing:
@@ -246,13 +251,13 @@ class Storing:
         stored = Stored(None, 0, pb.REASON_CLOSED)
         try:
             try:
-                reason, sums = await self._copy(session, reservation, checksums)
+                reason, pages = await self._copy(session, reservation, checksums)
             except BaseException:
                 self.cache.free({HOST: reservation.slots})
                 raise
             stored = Stored(None, 0, reason)
             if reason == pb.REASON_NONE:
-                stored = self._publish(reservation, sums)
+                stored = self._publish(reservation, pages)
             else:
                 self.cache.free({HOST: reservation.slots})
         finally:
@@ -262,9 +267,9 @@ class Storing:
 
     async def _copy(
         self, session: Session, reservation: Reservation, checksums: bytes
-    ) -> "tuple[pb.Reason, list[PageSums | None]]":
-        """Copy the staging slots to the arena in threads, and compare checksums where some were sent; what travels with
-        the copies."""
+    ) -> "tuple[pb.Reason, list[_Page]]":
+        """Copy the staging slots to the arena in threads, and compare checksums where some were sent; what is to be
+        declared of the copies."""
         staging = session.staging
         if staging is None or session.ended.is_set():
             return pb.REASON_UNKNOWN_SESSION, []
@@ -283,7 +288,10 @@ class Storing:
                 loop.run_in_executor(self._threads, self._copy_part, pages[start:end], bool(checksums))
                 for start, end in pairwise(borders)
             ]
-            await _ended(parts)
+            try:
+                identities = self._identities(reservation)  # while the threads copy
+            finally:
+                await _ended(parts)
             copied = [each for part in parts for each in part.result()]
         finally:
             for source, _ in pages:
@@ -292,8 +300,23 @@ class Storing:
         if checksums and list(struct.unpack(f"<{len(slots)}I", checksums)) != [each.crc for each in copied]:
             return pb.REASON_CORRUPT_PAGE, []
         self._sums[reservation.slots] = [each.whole for each in copied]
-        self._sum_generations[reservation.slots] = [self._host.generation(slot) for slot in slots]
-        return pb.REASON_NONE, [each.sums for each in copied]
+        generations = [self._host.generation(slot) for slot in slots]
+        self._sum_generations[reservation.slots] = generations
+        return pb.REASON_NONE, list(zip(slots, generations, identities, [each.sums for each in copied], strict=True))
+
+    def _identities(self, reservation: Reservation) -> list[PageIdentity]:
+        """Those of the new pages. They stay right, whatever becomes of the pages before: `_publish` looks at that."""
+        path = self.cache.path(reservation.lease)
+        digest = reservation.namespace.digest
+        chain = self.cache.tree.identities(path[-1])[-1].chain if path else digest
+        packed = reservation.tokens.astype("<i4").tobytes()
+        page_bytes = 4 * self.cache.layout.page_size
+        identities = []
+        for start in range(reservation.first_page * page_bytes, len(packed), page_bytes):
+            tokens = packed[start : start + page_bytes]
+            identities.append(PageIdentity(digest, chain, tokens))
+            chain = chain_digest(chain, tokens)
+        return identities
 
     def _copy_part(self, pages: Sequence[tuple[memoryview, int]], has_crc: bool) -> list[_Copy]:
         """Copy pages to their slots, and take the checksums of each copy while it is in the processor's cache."""
@@ -305,11 +328,11 @@ class Storing:
                 sums = self._host.take_sums(slot)
                 whole = whole_sum(sums)
             else:
-                whole = pieces_checksum(_copied(source, page))
+                whole = _copied_and_summed(source, page)
             copied.append(_Copy(whole, sums, checksum(page) if has_crc else 0))
         return copied
 
-    def _publish(self, reservation: Reservation, sums: Sequence[PageSums | None]) -> Stored:
+    def _publish(self, reservation: Reservation, pages: "Iterable[_Page]") -> Stored:
         """Put copied pages into the tree, all at once."""
         cache, tree, slots, first_page = self.cache, self.cache.tree, reservation.slots, reservation.first_page
         path = cache.path(reservation.lease)
@@ -317,7 +340,6 @@ class Storing:
             # Damaged and forgotten meanwhile: there is nothing that these pages could stand on.
             cache.free({HOST: slots})
             return Stored(None, 0, pb.REASON_NOT_RESIDENT)
-        chain = tree.identities(path[-1])[-1].chain if path else reservation.namespace.digest
         now = cache.clock.monotonic()
         try:
             inserted = tree.insert(
@@ -327,7 +349,8 @@ class Storing:
             cache.counters.pages_refused += len(slots)
             cache.free({HOST: slots})
             return Stored(None, 0, pb.REASON_NO_ROOM)
-        self._declare(reservation, sums, chain)
+        for slot, generation, identity, sums in pages:
+            self._host.declare(slot, generation, identity, sums)
         cache.counters.metadata_dropped_pages += inserted.num_dropped
         cache.counters.pages_published += len(slots) - len(inserted.duplicates)
         cache.counters.pages_duplicate += len(inserted.duplicates)
@@ -338,16 +361,6 @@ class Storing:
         self.num_commits += 1
         self.bytes_stored += len(slots) * cache.layout.page_bytes
         return Stored(inserted.node, len(reservation.tokens), pb.REASON_NONE)
-
-    def _declare(self, reservation: Reservation, sums: Sequence[PageSums | None], chain: bytes) -> None:
-        """Tell the arena which pages its slots hold now."""
-        digest, page_size = reservation.namespace.digest, self.cache.layout.page_size
-        packed = reservation.tokens.astype("<i4").tobytes()
-        slots = reservation.slots.tolist()
-        for page, (slot, each) in enumerate(zip(slots, sums, strict=True), start=reservation.first_page):
-            identity = PageIdentity(digest, chain, packed[4 * page * page_size : 4 * (page + 1) * page_size])
-            self._host.declare(slot, self._host.generation(slot), identity, each)
-            chain = identity.chain
 
     # -- durability ---------------------------------------------------------------------------------------------------
 
@@ -385,6 +398,14 @@ async def _ended(parts: Iterable["asyncio.Future[list[_Copy]]"]) -> None:
             waiting = {part for part in waiting if not part.done()}
     if cancelled is not None:
         raise cancelled
+
+
+def _copied_and_summed(source: memoryview, target: memoryview) -> int:
+    """Copy a page; the checksum of the copy."""
+    if len(target) > PIECE_BYTES:
+        return pieces_checksum(_copied(source, target))
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    return payload_checksum(target)
 
 
 def _copied(source: memoryview, target: memoryview) -> Iterator[memoryview]:
