@@ -39,8 +39,8 @@ _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
 _AHEAD_BYTES: Final = 1 << 13
-"""So far ahead data is fetched: what memory delivers in the time that it takes to answer, and not much more, as it is
-pushed out of the first cache again."""
+"""So far ahead data is fetched, as was measured to be best: what memory delivers in twice the time that it takes to
+answer, and a sixth of the first cache."""
 
 _loading: Final = threading.Lock()
 _ready: Final[dict[torch.dtype, Any]] = {}
