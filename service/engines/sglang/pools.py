@@ -48,7 +48,7 @@ class Pool:
     def pages(self, indices: Any, num_pages: int) -> list[Page]:
         """Where pages are. `indices`: int64 `[num_pages * page_size]`, those of each page one after the other.
 
-        Raises `BadRequest` when there are more or fewer, or the pool says something else than it said first.
+        Raises `BadRequest` when there are more or fewer, or what the pool says of them is not so many pages.
         """
         if indices is None or indices.numel() != num_pages * self.page_size:
             found = "no" if indices is None else indices.numel()
