@@ -96,6 +96,8 @@ class Fuzz:
             return pb.PrefetchRequest(prefix=prefix, within_ms=self.number(32), max_pages=self.number(64))
         if method == "Hint":
             return pb.HintRequest(prefix=prefix, priority=self.draw.choice((0, 4, -5, 2**31 - 1)), retain_ms=few)
+        if method == "Publish":
+            return pb.PublishRequest(prefix=prefix, withdraw=bool(few))
         return {"Lookup": pb.LookupRequest, "Pin": pb.PinRequest}[method](prefix=prefix)
 
     def data(self, method: str) -> bytes:
