@@ -15,7 +15,7 @@ KEY: Final = "hicache"
 class Settings(EngineSettings):
     """The backend's settings, each with its default. Times are seconds."""
 
-    lookup_timeout_s: float = 1.0
+    lookup_timeout_s: float = 2.0
     """How long SGLang's query thread waits to be told how many pages of a prompt are cached."""
     load_timeout_s: float = 10.0
     """How long one batch of pages may take to load, at most 128; what did not come in time is a miss."""
