@@ -85,6 +85,7 @@ def test_the_group_has_its_engines_and_nobody_else_does() -> None:
 def test_a_directory_of_another_group_or_for_all_is_refused(tmp_path: Path) -> None:
     need_root()
     path = tmp_path / "run"
+    path.mkdir(mode=0o700)
     SocketDirectory(path, GROUP).close()
     assert (path.stat().st_gid, path.stat().st_mode & 0o777) == (GROUP, 0o710)
     SocketDirectory(path, GROUP).close()
