@@ -147,9 +147,13 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         self._require_live(node)
         packed = view_tokens(tokens)
         raw, num_bytes, page_bytes = raw_bytes(packed), len(packed) * TOKEN_BYTES, self._page_bytes
-        num_pages = whole("num_pages", num_pages, 1, sum([step._num_pages for step in self.path(node)]))
-        path, inside = self._path_to(node, num_pages)
+        path = self.path(node)
+        pages = sum([step._num_pages for step in path])
+        num_pages = whole("num_pages", num_pages, 1, pages)
+        while num_pages <= pages - path[-1]._num_pages:
+            pages -= path.pop()._num_pages
         last = path[-1]
+        inside = num_pages - pages + last._num_pages
         start, rest = last._start + (inside - 1) * page_bytes, last._num_pages - inside
         limit = min(rest * page_bytes, num_bytes // page_bytes * page_bytes)
         common = common_bytes(last._buffer, start, raw, 0, limit) // page_bytes

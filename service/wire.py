@@ -7,6 +7,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable
+from functools import cache
 from typing import Final, TypeVar
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -84,11 +85,23 @@ def _check_known(message: Message) -> None:
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise BadRequest("message", f"{message.DESCRIPTOR.name} has no field {unknown[0].field_number}")
-    for field, value in message.ListFields():
-        if field.message_type is not None and not field.is_repeated:
-            _check_known(value)
-        elif field.enum_type is not None and value not in field.enum_type.values_by_number:
-            raise BadRequest(field.name, f"{value} is no {field.enum_type.name}")
+    within, named = _to_check(message.DESCRIPTOR.full_name)
+    for name in within:
+        if message.HasField(name):
+            _check_known(getattr(message, name))
+    for name, kind, numbers in named:
+        if (value := getattr(message, name)) not in numbers:
+            raise BadRequest(name, f"{value} is no {kind}")
+
+
+@cache
+def _to_check(full_name: str) -> tuple[tuple[str, ...], tuple[tuple[str, str, frozenset[int]], ...]]:
+    """The fields of a kind of message that hold one message; and those that hold an enum's value, with the enum's name
+    and numbers. Asked of the message itself, all its fields would be made into objects, its token ids too."""
+    fields = [field for field in pb.DESCRIPTOR.pool.FindMessageTypeByName(full_name).fields if not field.is_repeated]
+    within = tuple([field.name for field in fields if field.message_type is not None])
+    enums = [(field.name, field.enum_type) for field in fields if field.enum_type is not None]
+    return within, tuple([(name, enum.name, frozenset(enum.values_by_number)) for name, enum in enums])
 
 
 def pack_int32(values: Iterable[int]) -> bytes:
