@@ -223,8 +223,7 @@ class DataCalls:
         if partial is not None:
             parts.append(partial.node.slots(HOST)[partial.page :][:1])
         slots = np.concatenate(parts)
-        # Before the lease moves: that may join nodes of the path which nothing else holds, and `kept` would name what is
-        # dead.
+        # Before the lease moves: that may join nodes of the path which nothing else holds; `kept` would name dead ones.
         pins = [cache.tree.pin(nodes, HOST) for nodes in (kept, [partial.node] if partial else []) if nodes]
         cache.tree.move_lease(lease, kept[-1], cache.clock.monotonic())
         generation = cache.tiers[HOST].generation
