@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -15,12 +16,13 @@ THREAD_EXIT_TIMEOUT_S: Final = 5.0
 def nothing_left_behind(timeout_s: float = THREAD_EXIT_TIMEOUT_S) -> Iterator[None]:
     """Raise `AssertionError` if, after the block, threads run or files are open that did not and were not before it.
 
-    Threads on their way out get `timeout_s` seconds each.
+    Threads on their way out get `timeout_s` seconds, all together.
     """
     threads, files = set(threading.enumerate()), open_files()
     yield
+    deadline = time.monotonic() + timeout_s
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout_s)
+        thread.join(max(0.0, deadline - time.monotonic()))
     left_threads = sorted(thread.name for thread in set(threading.enumerate()) - threads)
     assert not left_threads, f"threads left running: {left_threads}"
     left_files = open_files() - files
