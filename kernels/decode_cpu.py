@@ -143,7 +143,8 @@ class Decoding:
         weights = torch.exp2(self._tops - top)
         whole = (weights * self._sums).sum(0)
         output = (weights * self._total).sum(0) / whole
-        lse = (whole.log2() + top) * math.log(2.0)
+        # In float64: rounded once, as a sum of two numbers in other units would not be.
+        lse = ((whole.double().log2() + top.double()) * math.log(2.0)).float()
         return AttentionState(self._of_heads(output.transpose(1, 2)), self._of_heads(lse)[..., 0])
 
     def _of_heads(self, rows: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Sparse decode: bounds that hold, a choice that is what it says, and exact attention where the bound is too weak."""
 
 from random import Random
+from typing import Final
 
 import pytest
 import torch
@@ -92,6 +93,10 @@ def test_pages_are_chosen_by_their_share_of_the_softmax(share: float) -> None:
         assert shares[inner].min() >= shares[~inner].max()
 
 
+LSE_ROUNDING: Final = 2 * 2.0**-19
+"""Twice the last place of an LSE between 16 and 32 in float32, from which the tests take the mass that was missed."""
+
+
 def attend_both(
     random: Random, part: PagedPart, heads: int, group: int, dim: int, **how: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +118,7 @@ def attend_both(
 def test_no_more_is_missed_than_is_said(random: Random, num_tokens: int, share: float) -> None:
     part = make_part(random, num_tokens, 2, 64, torch.float32, 1.0)
     output, exact, bound, missed, num_read = attend_both(random, part, 2, 3, 64, share=share)
-    assert (missed <= bound.double() + 1e-6).all()
+    assert (missed <= bound.double() + LSE_ROUNDING).all()
     _, values = keys_and_values(part)
     reach = 2 * values.double().norm(dim=-1).amax() + 10.0
     assert ((output.double() - exact).norm(dim=-1) <= bound.double() * reach + 1e-4).all()

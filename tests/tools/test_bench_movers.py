@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from hicache.tiers.nvme.io import FileIO
+from hicache.tiers.nvme.store import NvmeTier
 from hicache.tools.bench import movers, planner
 from hicache.tools.bench.movers import Scale
 from hicache.tools.bench.results import Row
+from hicache.tools.bench.throttled import throttled_nvme
 from hicache.tools.cli import main
 from hicache.tools.exits import CommandFailed
 
@@ -78,3 +81,10 @@ def test_the_break_even_row_cannot_beat_its_bound() -> None:
 def test_a_scale_divides_but_never_below_the_least() -> None:
     assert Scale(4).of(100) == 25
     assert Scale(1000).of(100, least=7) == 7
+
+
+def test_what_throttles_a_disk_leaves_the_tier_as_it_was() -> None:
+    with throttled_nvme(FileIO()):
+        assert not isinstance(NvmeTier.__dict__["open"], classmethod)
+    # A bound method in its place would open this class for every class derived from it.
+    assert isinstance(NvmeTier.__dict__["open"], classmethod)

@@ -35,10 +35,12 @@ class Terminal:
         self.resize(columns, rows)
         self.modes = termios.tcgetattr(self._terminal)
         """How the terminal was before."""
+        # These would say another size than the terminal's.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hicache.tools", *arguments], cwd=ROOT,
             stdin=self._terminal, stdout=self._terminal, stderr=self._terminal,
-            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
+            env={**inherited, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
         )  # fmt: skip
         self.shown = ""
         """All that it wrote since `press` or `resize`."""

@@ -45,6 +45,7 @@ class ThrottledFiles(FileIO):
 def throttled_nvme(files: FileIO) -> Iterator[None]:
     """NVMe tiers that are opened meanwhile use `files`. The embedded cache opens its own tier: this is the way in."""
     opening = NvmeTier.open
+    as_it_was = NvmeTier.__dict__["open"]
 
     def open_with(*args: Any, **options: Any) -> NvmeTier:
         return opening(*args, **options, files=files)
@@ -53,4 +54,5 @@ def throttled_nvme(files: FileIO) -> Iterator[None]:
     try:
         yield
     finally:
-        NvmeTier.open = opening  # type: ignore[method-assign]  # as it was
+        # The class method itself: what `opening` is would open tiers of this class for every class derived from it.
+        NvmeTier.open = as_it_was  # type: ignore[method-assign]
