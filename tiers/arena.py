@@ -14,7 +14,7 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from hicache.errors import TierUnavailable
@@ -31,6 +31,7 @@ _PROT_READ_WRITE: Final = 1 | 2
 _MAP_SHARED: Final = 0x01
 _MAP_FIXED: Final = 0x10
 _MAP_PRIVATE_ANONYMOUS_NORESERVE: Final = 0x02 | 0x20 | 0x4000
+_MADV_REMOVE: Final = 9
 _MADV_DONTFORK: Final = 10
 _MADV_COLLAPSE: Final = 25
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # has no name in `fcntl` before Python 3.13
@@ -63,7 +64,7 @@ class Arena:
         """How much lies in 2 MiB pages, as far as `collapse` has come."""
         own = self._make() if fd is None else self._take_over(fd)
         try:
-            self.address, root, self._mapping = _map(own, num_bytes)
+            self.address, root, self._mapping = map_shared(own, num_bytes)
             if fd is None:
                 seals = _FIXED_SIZE if outlives else _FIXED_SIZE | _F_SEAL_FUTURE_WRITE
                 fcntl.fcntl(own, fcntl.F_ADD_SEALS, seals)
@@ -129,19 +130,10 @@ class Arena:
 
         Returns why not all of it could be, None otherwise. Contents and addresses stay.
         """
-        end = self.num_bytes - self.num_bytes % HUGE_PAGE
         refusal = None
-        for start in range(0, end, COLLAPSE_CHUNK):
-            if stop.is_set():
-                break
-            length = min(COLLAPSE_CHUNK, end - start)
-            if _libc.madvise(self.address + start, length, _MADV_COLLAPSE) == 0:
-                self.collapsed_bytes += length
-                continue
-            number = ctypes.get_errno()
-            refusal = os.strerror(number)
-            if number != errno.EAGAIN:  # which is about these pages alone; anything else would be said of all
-                break
+        for length, problem in collapsing(self.address, self.num_bytes, stop):
+            self.collapsed_bytes += length
+            refusal = problem or refusal
         return refusal
 
     def register(self) -> str | None:
@@ -165,7 +157,31 @@ class Arena:
                 os.close(self._readable_fd)
 
 
-class _Mapping:
+def collapsing(address: int, num_bytes: int, stop: threading.Event) -> Iterator[tuple[int, str | None]]:
+    """Gather memory that `map_shared` mapped into 2 MiB pages, piece by piece, until done or told to stop: how many
+    bytes of each piece could be, and why not the others."""
+    end = num_bytes - num_bytes % HUGE_PAGE
+    for start in range(0, end, COLLAPSE_CHUNK):
+        if stop.is_set():
+            return
+        length = min(COLLAPSE_CHUNK, end - start)
+        if _libc.madvise(address + start, length, _MADV_COLLAPSE) == 0:
+            yield length, None
+            continue
+        number = ctypes.get_errno()
+        yield 0, os.strerror(number)
+        if number != errno.EAGAIN:  # which is about these pages alone; anything else would be said of all
+            return
+
+
+def remove(address: int, num_bytes: int) -> None:
+    """Give back what memory that `map_shared` mapped holds, for all who have it mapped: it reads as zeros then. Raises
+    `OSError`."""
+    if _libc.madvise(address, num_bytes, _MADV_REMOVE) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class Mapping:
     """A reserved range of addresses, given back when the last view of it is gone."""
 
     def __init__(self, start: int, num_bytes: int, address: int) -> None:
@@ -181,11 +197,12 @@ class _Mapping:
         _libc.munmap(self.start, self.num_bytes)
 
 
-def _map(fd: int, num_bytes: int) -> tuple[int, ctypes.Array[ctypes.c_ubyte], _Mapping]:
-    """Map `fd` writable at a multiple of `HUGE_PAGE`: the address, the bytes there, and what undoes it."""
+def map_shared(fd: int, num_bytes: int) -> tuple[int, "ctypes.Array[ctypes.c_ubyte]", Mapping]:
+    """Map `fd` writable at a multiple of `HUGE_PAGE`: the address, the bytes there, and what undoes it, which happens
+    when the last view of them is gone. Raises `OSError`."""
     start = _mmap(None, num_bytes + HUGE_PAGE, _PROT_NONE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1)
     address = -(-start // HUGE_PAGE) * HUGE_PAGE
-    mapping = _Mapping(start, num_bytes + HUGE_PAGE, address)
+    mapping = Mapping(start, num_bytes + HUGE_PAGE, address)
     try:
         _mmap(address, num_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
         if _libc.madvise(address, num_bytes, _MADV_DONTFORK) != 0:

@@ -214,6 +214,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         directory.share(wire.DATA_SOCKET)
         stack.push_async_callback(data.stop, CUT_OFF_S)
         welcoming = Welcoming(server.sessions, served.host, config.tenants)
+        stack.callback(welcoming.close)
         if config.tcp is not None and remote is not None:
             server.tcp_port = tcp_port
             door = Edge(

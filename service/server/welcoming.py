@@ -14,7 +14,9 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.staging import Staging
+from hicache.tier import TierId
 from hicache.tiers.host import HostTier
+from hicache.tiers.memory import started_executor
 
 NOBODY: Final = -1
 """User, process and descriptor of a peer of whom the kernel knows nothing."""
@@ -28,6 +30,16 @@ class Welcoming:
         self.sessions: Final = sessions
         self._host: Final = host
         self._tenants: Final = tenants
+        # One thread: it takes a core for a while, however many sessions begin at once.
+        self._gatherer: Final = started_executor(TierId("gather"), 1)
+        self._gathered: Final[set[Staging]] = set()
+        """Memory that is gathered, or waits for it."""
+
+    def close(self) -> None:
+        """Gather no more, and join the thread, which takes some tens of milliseconds. Idempotent."""
+        for staging in self._gathered:
+            staging.stop_gathering()
+        self._gatherer.shutdown()
 
     def check(self, hello: pb.Hello) -> None:
         """Raise what a hello is refused with: `VersionMismatch`, `Forbidden`, `BadRequest`."""
@@ -80,7 +92,20 @@ class Welcoming:
             if pidfd >= 0:
                 os.close(pidfd)
             raise
+        if staging is not None:
+            self._gather(staging)
         return session, self._welcome(session, token)
+
+    def _gather(self, staging: Staging) -> None:
+        """Have the thread gather staging memory, which stays mapped meanwhile."""
+
+        def ended(_: "asyncio.Future[None]") -> None:
+            self._gathered.discard(staging)
+            staging.let_go()
+
+        staging.hold()
+        self._gathered.add(staging)
+        asyncio.get_running_loop().run_in_executor(self._gatherer, staging.gather).add_done_callback(ended)
 
     def _welcome(self, session: Session, token: bytes) -> pb.Welcome:
         sessions, layout = self.sessions, self.sessions.cache.layout
