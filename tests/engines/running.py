@@ -115,7 +115,7 @@ def make_model(directory: Path, *, seed: int = 3, **more: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # its thread would outlive the test
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # its thread would outlive the test
     torch.manual_seed(seed)  # made in torch's own default, which is float32
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
