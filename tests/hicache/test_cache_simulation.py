@@ -355,7 +355,7 @@ async def everything(world: World) -> list[object]:
         return [*world.trace, world.monotonic(), dataclasses.asdict(setup.cache.counters)]
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(17))
 def test_everything_at_once(block: int) -> None:
     for seed in seeds(30, block=block):
         run_simulated(everything, seed)
