@@ -472,7 +472,7 @@ def test_random_work_loads_what_was_saved_and_frees_every_block(server: ThreadSe
             engine.finish(each)
         engine.settle()
         assert sorted(engine.free) == list(range(1, NUM_BLOCKS))
-        assert engine.num_loaded > 20, (engine.scheduling.counts, engine.transfers.take_counts())
+        assert engine.num_loaded > 20
         assert engine.links[0].is_up
         assert engine.links[1].is_up
     finally:

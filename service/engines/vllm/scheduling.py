@@ -6,7 +6,7 @@ It runs on the engine's scheduling thread. A request costs it one lookup; nothin
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache.namespace import Namespace
@@ -44,27 +44,6 @@ class Tracked:
     is_loading: bool = False
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened, since the start."""
-
-    lookups: int = 0
-    lookup_failures: int = 0
-    tokens_asked: int = 0
-    """Tokens of requests when they were looked up first."""
-    tokens_found: int = 0
-    tokens_planned: int = 0
-    """Tokens that the worker's side was told to load."""
-    pages_saved: int = 0
-    """Pages that it was told to save."""
-    requests_left_out: int = 0
-    """Requests whose KV their tokens do not tell."""
-    tokens_scheduled: int = 0
-    """Tokens that the engine computed: what tells, unlike its own statistics, whether a load was used."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """Tokens found, by tier."""
-
-
 class Scheduling:
     """The requests of one engine. Belongs to its scheduling thread."""
 
@@ -79,7 +58,6 @@ class Scheduling:
         self._unreported: list[str] = []
         self._kept: Final[set[str]] = set()
         """Finished requests whose blocks are kept until they are saved."""
-        self.counts: Final = Counts()
 
     # -- what is cached -----------------------------------------------------------------------------------------------
 
@@ -104,8 +82,6 @@ class Scheduling:
         name = request.request_id
         if name not in self._tracked:
             namespace = self._identity.of_request(request)
-            if namespace is None:
-                self.counts.requests_left_out += 1
             self._tracked[name] = None if namespace is None else Tracked(request, namespace, Prompt(namespace))
         return self._tracked[name]
 
@@ -117,23 +93,13 @@ class Scheduling:
             return tracked.found_tokens
         if len(prompt) < num_tokens:
             prompt.extend(tracked.request.all_token_ids[len(prompt) : num_tokens])
-        counts = self.counts
-        counts.lookups += 1
-        if tracked.found_at == float("-inf"):
-            counts.tokens_asked += num_tokens
 
         def ask(client: Client) -> Lookup:
             return client.lookup(prompt, timeout_s=self._lookup_timeout_s)
 
         found = self._link.call(ask)
-        if found is None:
-            counts.lookup_failures += 1
         tracked.found_tokens = 0 if found is None else found.num_tokens
         tracked.found_at = now
-        if found is not None:
-            counts.tokens_found += found.num_tokens
-            for tier, length in found.runs:
-                counts.sources[tier] = counts.sources.get(tier, 0) + length
         return tracked.found_tokens
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external: int) -> None:
@@ -146,7 +112,6 @@ class Scheduling:
         end = first + num_external // self._block_size
         tracked.loads_left -= 1
         tracked.is_loading = True
-        self.counts.tokens_planned += num_external
         tokens = pack_int32(request.all_token_ids[: end * self._block_size])
         self._loads.append(
             Load(request.request_id, tracked.namespace, bytes(tokens), first, self._blocks(block_ids, first, end))
@@ -156,7 +121,6 @@ class Scheduling:
 
     def plan(self, step: Any) -> Plan:
         """What the worker's side is to do in a step, as vLLM's `SchedulerOutput` has it."""
-        self.counts.tokens_scheduled += step.total_num_scheduled_tokens
         preempted = sorted(step.preempted_req_ids or ())
         for name in preempted:
             tracked = self._tracked.get(name)
@@ -195,7 +159,6 @@ class Scheduling:
             new_tokens = bytes(pack_int32(known[tracked.num_sent : end * self._block_size]))
             tracked.num_full, tracked.is_saving = end, True
             tracked.num_sent = max(tracked.num_sent, end * self._block_size)
-            self.counts.pages_saved += end - first
             yield Save(name, tracked.namespace, new_tokens, first, self._blocks(block_ids, first, end))
 
     def _blocks(self, block_ids: tuple[list[int], ...], first: int, end: int) -> BlockIds:

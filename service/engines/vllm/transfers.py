@@ -54,20 +54,6 @@ class _Job:
         return self.saving.num_preempted != self.num_preempted
 
 
-@dataclass(slots=True)
-class TransferCounts:
-    """What happened, since the last look."""
-
-    pages_loaded: int = 0
-    pages_missing: int = 0
-    """Pages that were to be loaded and were not."""
-    pages_saved: int = 0
-    pages_refused: int = 0
-    """Pages that the sidecar did not take, or that were not saved for another reason."""
-    load_seconds: float = 0.0
-    save_seconds: float = 0.0
-
-
 class Transfers:
     """Loads and saves of one worker. Its methods belong to the worker's thread and do not wait for the sidecar, but
     `results` in an idle step, `preempt` for a copy, and `close`."""
@@ -88,7 +74,6 @@ class Transfers:
         self._unreported: Final[set[str]] = set()
         self._results = Results()
         self._num_loads = self._num_saves = 0
-        self._counts = TransferCounts()
 
     # -- the worker's thread ------------------------------------------------------------------------------------------
 
@@ -139,12 +124,6 @@ class Transfers:
                     results.saved.add(name)
         return results
 
-    def take_counts(self) -> TransferCounts:
-        """What happened since the last call."""
-        with self._lock:
-            counts, self._counts = self._counts, TransferCounts()
-        return counts
-
     def close(self) -> None:
         """Wait for what is under way, each for its own time at most, and begin nothing more."""
         self._loader.shutdown(cancel_futures=True)
@@ -153,7 +132,6 @@ class Transfers:
     # -- the loader's thread ------------------------------------------------------------------------------------------
 
     def _carry_out_load(self, load: Load, fence: Any) -> None:
-        began = time.monotonic()
         num_pages = len(load.blocks[0])
         num_loaded = 0
         try:
@@ -164,14 +142,11 @@ class Transfers:
         finally:
             missing = [group[num_loaded:] for group in load.blocks]
             with self._lock:
-                results, counts = self._results, self._counts
+                results = self._results
                 results.loaded.add(load.request_id)
                 if num_loaded < num_pages:
                     results.failed.add(load.request_id)
                     results.failed_blocks.update(block for block in missing[0] if block != NULL_BLOCK)
-                counts.pages_loaded += num_loaded
-                counts.pages_missing += num_pages - num_loaded
-                counts.load_seconds += time.monotonic() - began
                 self._num_loads -= 1
                 self._has_loaded.set()
 
@@ -195,26 +170,21 @@ class Transfers:
     # -- the saver's thread -------------------------------------------------------------------------------------------
 
     def _carry_out_save(self, job: _Job, fence: Any, is_left_out: bool) -> None:
-        began = time.monotonic()
         save, saving = job.save, job.saving
-        num_pages, num_saved = len(save.blocks[0]), 0
         try:
             saving.prompt.extend(memoryview(save.new_tokens).cast("i"))
             if not is_left_out and not job.is_stale:
                 self._blocks.wait_for(fence)
-                num_saved = self._link.call(lambda client: self._save(client, job)) or 0
+                self._link.call(lambda client: self._save(client, job))
         except Exception:
             _log.exception("hicache: a save failed")
         finally:
             with self._lock:
-                self._counts.pages_saved += num_saved
-                self._counts.pages_refused += num_pages - num_saved
-                self._counts.save_seconds += time.monotonic() - began
                 self._num_saves -= 1
                 saving.num_jobs -= 1
 
-    def _save(self, client: Client, job: _Job) -> int:
-        """Store a save's pages; how many of them are cached now."""
+    def _save(self, client: Client, job: _Job) -> None:
+        """Store a save's pages, as many as the sidecar takes."""
         save, saving = job.save, job.saving
         deadline = time.monotonic() + self._settings.save_timeout_s
         num_pages, done = len(save.blocks[0]), 0
@@ -228,7 +198,7 @@ class Transfers:
             )
             with reservation:
                 if reservation.outcome is Outcome.RESIDENT:
-                    return num_pages
+                    return
                 done = reservation.first_page - save.first_page
                 if reservation.outcome is not Outcome.ACCEPTED or done < 0:
                     break
@@ -240,4 +210,3 @@ class Transfers:
                 if reservation.commit(timeout_s=max(0.01, deadline - time.monotonic())).outcome is Outcome.REFUSED:
                     break
                 done += num_written
-        return max(0, done)
