@@ -602,6 +602,42 @@ class BrowsedNode(_message.Message):
     tokens: bytes
     def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., age_ms: _Optional[int] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ..., num_children: _Optional[int] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
+class RecordRequest(_message.Message):
+    __slots__ = ("walk", "wait_ms", "end")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    wait_ms: int
+    end: bool
+    def __init__(self, walk: _Optional[int] = ..., wait_ms: _Optional[int] = ..., end: _Optional[bool] = ...) -> None: ...
+
+class RecordReply(_message.Message):
+    __slots__ = ("asked", "num_dropped", "walk")
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    asked: _containers.RepeatedCompositeFieldContainer[AskedPrompt]
+    num_dropped: int
+    walk: int
+    def __init__(self, asked: _Optional[_Iterable[_Union[AskedPrompt, _Mapping]]] = ..., num_dropped: _Optional[int] = ..., walk: _Optional[int] = ...) -> None: ...
+
+class AskedPrompt(_message.Message):
+    __slots__ = ("at_us", "session", "is_acquire", "namespace", "tokens", "runs")
+    AT_US_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    IS_ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    at_us: int
+    session: int
+    is_acquire: bool
+    namespace: bytes
+    tokens: bytes
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    def __init__(self, at_us: _Optional[int] = ..., session: _Optional[int] = ..., is_acquire: _Optional[bool] = ..., namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("within_ms",)
     WITHIN_MS_FIELD_NUMBER: _ClassVar[int]

@@ -14,6 +14,7 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.browsing import Browsing
 from hicache.service.server.data import prefetched, runs_of
 from hicache.service.server.edge import Call
+from hicache.service.server.recording import Recording
 from hicache.service.server.session import Tokens
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
@@ -35,6 +36,7 @@ class AdminCalls:
         cache: Cache,
         sessions: Sessions,
         storing: Storing,
+        recording: Recording,
         *,
         status: Callable[[], dict[str, Any]],
         drain: Callable[[float], None],
@@ -44,6 +46,7 @@ class AdminCalls:
         `start`: carry something out that no call waits for any more; it raises nothing."""
         self._cache: Final = cache
         self._sessions: Final = sessions
+        self._recording: Final = recording
         self._status: Final = status
         self._drain: Final = drain
         self._browsing: Final = Browsing(cache, sessions.boot)
@@ -147,6 +150,10 @@ class AdminCalls:
     async def browse(self, call: Call, request: pb.BrowseRequest) -> pb.BrowseReply:
         """See the proto. Does not wait."""
         return self._browsing.browse(request)
+
+    async def record(self, call: Call, request: pb.RecordRequest) -> pb.RecordReply:
+        """See the proto. Waits until something is asked, at most until the call's deadline."""
+        return await self._recording.fetch(request, call.deadline)
 
     async def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainReply:
         """See the proto. Does not wait."""

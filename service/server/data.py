@@ -18,6 +18,7 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.adopting import Adopting
 from hicache.service.server.edge import Call
 from hicache.service.server.pieces import read_piece, write_piece
+from hicache.service.server.recording import Recording
 from hicache.service.server.session import Lent, Session, Tokens
 from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
@@ -44,6 +45,7 @@ class DataCalls:
         host: HostTier,
         sessions: Sessions,
         storing: Storing,
+        recording: Recording,
         start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """`start`: carry something out that no call waits for any more; it raises nothing."""
@@ -51,6 +53,7 @@ class DataCalls:
         self._host: Final = host
         self._sessions: Final = sessions
         self._storing: Final = storing
+        self._recording: Final = recording
         self._adopting: Final = Adopting(cache, host, start)
 
     # -- the session --------------------------------------------------------------------------------------------------
@@ -113,16 +116,24 @@ class DataCalls:
     async def lookup(self, call: Call, request: pb.LookupRequest) -> pb.LookupReply:
         """See the proto. Does not wait."""
         match = self._sessions.names.match(call.session, request.prefix)
-        if self._cache.tree.num_publications and (theirs := self._published(call.session, request.prefix, match)):
-            coverage = self._cache.coverage(theirs)
+        theirs = self._published(call.session, request.prefix, match) if self._cache.tree.num_publications else None
+        coverage = self._cache.coverage(match if theirs is None else theirs)
+        if self._recording.is_on:
+            self._record(call.session, request.prefix, coverage, is_acquire=False)
+        if theirs is not None:
             return pb.LookupReply(num_tokens=coverage.num_tokens, runs=runs_of(coverage))
-        coverage = self._cache.coverage(match)
         return pb.LookupReply(
             num_tokens=coverage.num_tokens,
             partial_tokens=coverage.partial_tokens,
             runs=runs_of(coverage),
             handle=self._handle(call.session, request.prefix.namespace_id, match),
         )
+
+    def _record(self, session: Session, prefix: pb.Prefix, coverage: Coverage, *, is_acquire: bool) -> None:
+        """Tell who records. Parallel ranks ask for one prompt together: the first one's asking counts."""
+        if session.registered(prefix.namespace_id).rank == 0:
+            namespace, tokens = self._sessions.names.resolve(session, prefix)
+            self._recording.note(session, namespace, tokens, runs_of(coverage), is_acquire=is_acquire)
 
     def _published(self, session: Session, prefix: pb.Prefix, own: Match) -> Match | None:
         """What another tenant has published of a prefix, if that is more than the session's tenant has. Parallel ranks
@@ -153,6 +164,8 @@ class DataCalls:
             match = cache.tree.match(namespace, tokens, published=False)
         coverage = cache.coverage(match)
         self._count(tokens, coverage)
+        if self._recording.is_on:
+            self._record(session, request.prefix, coverage, is_acquire=True)
         reason, most = pb.REASON_NONE, request.first_page + sessions.room(session)
         if most * page_size < match.num_tokens:
             match, reason = cache.tree.match(namespace, tokens[: most * page_size], published=False), pb.REASON_LIMIT

@@ -43,6 +43,7 @@ from hicache.service.server.hello import HelloServer
 from hicache.service.server.intake import Intake
 from hicache.service.server.keeping import Keeper
 from hicache.service.server.metrics import MetricsServer
+from hicache.service.server.recording import Recording
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.server.welcoming import Welcoming
@@ -89,6 +90,7 @@ class Server:
         self.cache: Final = served.cache
         self.sessions: Final = Sessions(served.cache, config.limits, config.times)
         self.storing: Final = Storing(served.cache, served.host, self.sessions, self.start)
+        self.recording: Final = Recording(self.clock, self.sessions.boot)
         self.stopping: Final = asyncio.Event()
         """Set when the server is to stop."""
         self.call_times: Final = CallTimes()
@@ -208,7 +210,9 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         times = server.call_times
         intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
         edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake)
-        calls = DataCalls(server.cache, served.host, server.sessions, server.storing, server.start)
+        calls = DataCalls(
+            server.cache, served.host, server.sessions, server.storing, server.recording, server.start
+        )
         data.add_generic_rpc_handlers((edge.handler(wire.CACHE, calls),))
         await _listen(data, directory / wire.DATA_SOCKET)
         directory.share(wire.DATA_SOCKET)
@@ -229,7 +233,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
 
         admin = _grpc_server(config, MAX_ADMIN_CALLS, tracing)
         owners = AdminCalls(
-            server.cache, server.sessions, server.storing,
+            server.cache, server.sessions, server.storing, server.recording,
             status=server.status, drain=server.stop, start=server.start,
         )  # fmt: skip
         alone = Edge(clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=intake)
