@@ -17,7 +17,7 @@ from hicache.residency import Residency
 from hicache.service.client import Client, Durability, EngineWork, Prompt, connect
 from hicache.service.errors import LimitReached
 from hicache.service.metrics import Histogram
-from hicache.service.server import metrics as endpoint
+from hicache.service.server import http as endpoint
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME, TierId
 from tests.service.serving import WAIT_S, ThreadServer, settings, thread_server
