@@ -111,7 +111,7 @@ class Edge:
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
-                        data = await self._intake.receive(context, self._turns(call))
+                        data = await self._received(context, call)
                         return (await answer(call, parse(kind, data))).SerializeToString()
             except Exception as error:
                 await _refuse(context, error)
@@ -129,7 +129,7 @@ class Edge:
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
-                        data = await self._intake.receive(context, self._turns(call))
+                        data = await self._received(context, call)
                         async for reply in answer(call, parse(kind, data)):
                             yield reply.SerializeToString()
             except Exception as error:
@@ -171,8 +171,16 @@ class Edge:
             raise LimitReached(f"{most} calls are under way", field="max_calls_per_session")
         return _Admitted(Call(deadline, session))
 
-    def _turns(self, call: Call) -> asyncio.Semaphore:
-        return self._common_turns if call.owner is None else call.owner.turns
+    async def _received(self, context: Context, call: Call) -> bytes:
+        """The call's message. Raises `UnknownSession` where its session has ended meanwhile: who is lent nothing need
+        give nothing back."""
+        if call.owner is None:
+            return await self._intake.receive(context, self._common_turns)
+        data = await self._intake.receive(context, call.owner.turns)
+        if call.owner.ended.is_set():
+            self._intake.let_go(data)
+            raise UnknownSession("it has ended while the message came")
+        return data
 
     def _check_access(self, context: Context) -> None:
         if self._access_sha256 is not None:

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hicache.service import wire
 from hicache.service.client import Client, Durability, Outcome, Prompt, connect, connect_async
 from hicache.service.client.calls import Request
 from hicache.service.client.transport import AsyncGrpcTransport, GrpcTransport, say_hello
-from hicache.service.errors import Unreachable, VersionMismatch
+from hicache.service.errors import UnknownSession, Unreachable, VersionMismatch, error_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
 from tests.repository import ROOT
@@ -111,6 +113,53 @@ def test_what_a_client_drops_is_given_back_with_its_next_beat(tmp_path: Path) ->
         client.reserve(Prompt(NAMESPACE, range(1000, 1000 + PAGE)))
         server.until(lambda inside: _holds(inside) == (1, 0, 2), within_s=5.0)
         assert check(client, range(2 * PAGE)) == 2 * PAGE
+
+
+@pytest.mark.parametrize("method", sorted(method.name for method in wire.CACHE.methods if method.name != "Attach"))
+def test_a_call_whose_session_ends_while_its_message_comes_is_lent_nothing(tmp_path: Path, method: str) -> None:
+    """I23: the session was there when the call began and its message was not."""
+    with thread_server(tmp_path) as server, connect(server.directory) as client:
+        store(client, range(PAGE))
+        welcome, fds = say_hello(server.directory, pb.Hello(protocol=wire.PROTOCOL, staging_bytes=1 << 16), WAIT_S)
+        for fd in fds:
+            os.close(fd)
+        data = _request(method)
+        has_ended = threading.Event()
+
+        def late() -> Iterator[bytes]:
+            assert has_ended.wait(WAIT_S)
+            yield data
+
+        with grpc.insecure_channel(wire.address(str(server.directory / wire.DATA_SOCKET))) as channel:
+            how: Any = {"timeout": WAIT_S, "metadata": ((wire.TOKEN_METADATA, welcome.token),)}
+            channel.unary_unary("/hicache.v1.Cache/Register", bytes, bytes)(_request("Register"), **how)
+            answer = channel.stream_unary(f"/hicache.v1.Cache/{method}", bytes, bytes).future(late(), **how)
+            server.until(lambda inside: _session(inside, welcome).num_calls == 1, within_s=WAIT_S)
+            server.call(lambda inside: inside.sessions.end(_session(inside, welcome), "a test"))
+            has_ended.set()
+            assert isinstance(error_of(answer.exception()), UnknownSession)
+        assert server.call(_holds) == (1, 0, 1)
+
+
+def _session(inside: Any, welcome: "pb.Welcome") -> Any:
+    return inside.sessions.of_token(welcome.token)
+
+
+def _request(method: str) -> bytes:
+    """A request of that method, which a session that lasts would be granted where one page is cached."""
+    prefix = pb.Prefix(namespace_id=1, tokens=wire.pack_int32(range(PAGE)))
+    new = pb.Prefix(namespace_id=1, tokens=wire.pack_int32(range(1000, 1000 + PAGE)))
+    requests: dict[str, Any] = {
+        "Register": pb.RegisterRequest(record=NAMESPACE.encode()),
+        "Reserve": pb.ReserveRequest(prefix=new),
+        "Prefetch": pb.PrefetchRequest(prefix=prefix, within_ms=1000),
+        "Commit": pb.CommitRequest(reservation=1),
+        "Release": pb.ReleaseRequest(ids=[1]),
+        "Read": pb.ReadRequest(lease=1, length=1),
+        "Write": pb.WriteRequest(reservation=1, data=b"x"),
+    }
+    request = requests.get(method) or getattr(pb, f"{method}Request")(prefix=prefix)
+    return bytes(request.SerializeToString())
 
 
 def test_a_second_stream_of_a_session_is_refused_and_the_first_lives(tmp_path: Path) -> None:
