@@ -57,6 +57,11 @@ class Leasing(Structure):
         """Leases that have not ended."""
         return len(self._leases)
 
+    @property
+    def leases_by_owner(self) -> dict[str, int]:
+        """How many of them each owner has, of those who have some."""
+        return dict(self._num_leases_of)
+
     def lease(
         self, target: Match | Inserted | Node, *, owner: str, deadline: float | None, now: float
     ) -> Lease:

@@ -13,7 +13,7 @@
 
 with tiers fast to slow. `used_pages` counts every slot that is not free: pages of the tree, pages that requests are
 computing, and pages on their way in. `moment_of` gives `"format"`, `"time"` (seconds since 1970, UTC) and `"layout"`;
-`snapshot_of` has both, and `"nodes"`, parents before children:
+`snapshot_of` has both, `"leases_by_owner"` ({OWNER: count}), and `"nodes"`, parents before children:
 
     {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
      "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
@@ -124,4 +124,5 @@ async def snapshot_of(cache: Cache) -> dict[str, Any]:
                 "reported": {str(instance): pages for instance, pages in info.reported.items()},
             })
         await asyncio.sleep(0)
-    return {**moment_of(cache), **stats_of(cache), "nodes": nodes}
+    own = {"leases_by_owner": cache.tree.leases_by_owner, "nodes": nodes}
+    return {**moment_of(cache), **stats_of(cache), **own}
