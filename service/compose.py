@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -35,8 +35,12 @@ from hicache.service.options import Directories, Options, Progress
 from hicache.service.requests import DEFAULT_TIMEOUT_S, Prefetch, Sequence, Step
 from hicache.service.snapshot import snapshot_of, stats_of
 from hicache.tiers.context import Staging
+from hicache.tree import pack_tokens
 from hicache.write_policy import WritePolicy
 from hicache.writing import Durability, Flushed, Persisted
+
+if TYPE_CHECKING:
+    from hicache.service.sharing import Saving, Shared, Sharing
 
 GRACE_S: Final = 15.0
 """Beyond its deadline a call has answered at the latest after this: time for a copy that cannot be stopped to end."""
@@ -65,6 +69,7 @@ class HiCache:
         self._failure: BaseException | None = None
         self._owners: Final = itertools.count()
         self._staging: Final[list[Staging]] = []
+        self._sharing: Sharing | None = None
         # Guards `_calls` and `_is_open`: no call is handed to a loop that will not run it.
         self._lock: Final = threading.Lock()
         self._calls: Final[set[Future[Any]]] = set()
@@ -157,6 +162,71 @@ class HiCache:
             )
         )
 
+    @classmethod
+    def connect(
+        cls,
+        layout: KVLayout,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        device: str = "cpu",
+        policy: str = LRU,
+        metadata_bytes: int | None = None,
+        socket_dir: str = "",
+        tenant: str = "",
+        secret_file: str = "",
+        strict: bool = False,
+        lookup_timeout_s: float = 0.25,
+        load_timeout_s: float = 5.0,
+        save_timeout_s: float = 10.0,
+        staging_bytes: int = 64 << 20,
+        max_pending_saves: int = 64,
+    ) -> Self:
+        """Open a cache that shares its pages with other processes through the sidecar (`hicache serve`).
+
+        Device and host memory here are this process's own: what it computes lies there, and what comes from the sidecar
+        is copied there, as much of a prompt as fits. The sidecar keeps what all processes have computed, over their
+        ends, and on NVMe. Everything that fails there is a miss: the cache goes on alone, and asks once a second
+        whether the sidecar is back.
+
+        Args:
+            layout, device_bytes, host_bytes, device, policy, metadata_bytes: as `open` takes them.
+            socket_dir: the sidecar's socket directory, or "tls://HOST:PORT"; empty for this user's own.
+            tenant: which tenant the session is; namespaces of other tenants are not shared.
+            secret_file: file with the tenant's secret.
+            strict: refuse to open without a sidecar that has pages of this layout, instead of going on without.
+            lookup_timeout_s: how long a request waits to be told what is cached, at most 60 seconds.
+            load_timeout_s: how long a request waits for pages before it computes them, at most 600 seconds.
+            save_timeout_s: how long saving what one request has published may take, and so how long `close` waits, at
+                most 600 seconds.
+            staging_bytes: shared memory that saves pass through.
+            max_pending_saves: requests whose pages wait to be saved, beyond which others' are not.
+
+        Raises as `open` does; with `strict` also what keeps the sidecar from being used: `Unreachable`,
+        `LayoutMismatch` (with the options of `hicache serve` that mend it), `Forbidden`, `VersionMismatch`.
+        """
+        from hicache.service.sharing import Sharing, SharingSettings
+
+        settings = SharingSettings.of({
+            "socket_dir": socket_dir, "tenant": tenant, "secret_file": secret_file, "strict": strict,
+            "lookup_timeout_s": lookup_timeout_s, "load_timeout_s": load_timeout_s, "save_timeout_s": save_timeout_s,
+            "staging_bytes": staging_bytes, "max_pending_saves": max_pending_saves,
+        })  # fmt: skip
+        cache = cls.open(
+            layout,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            device=device,
+            policy=policy,
+            metadata_bytes=metadata_bytes,
+        )
+        try:
+            cache._sharing = Sharing(settings, cache._built, cache._call)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
     def _run(self, options: Options) -> None:
@@ -248,11 +318,14 @@ class HiCache:
             return Staging(self.layout, device.layer(0).dtype, pinned=device.device.type == "cuda")
 
     def close(self) -> None:
-        """Let queued moves finish for a bounded time, then release everything. Idempotent.
+        """Let queued moves finish for a bounded time, then release everything. Idempotent. A connected cache saves what
+        is queued first, within the time of one save.
 
         Calls under way in other threads raise `Closed`. A device that does not answer is waited for
         `CLOSE_TIMEOUT_S`; the memory and the files that it may still be using then stay until the process ends.
         """
+        if self._sharing is not None:
+            self._sharing.close()
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -327,17 +400,36 @@ class HiCache:
 
         Raises `BadRequest`, `DeadlineExceeded` after `timeout_s` seconds, `Closed`.
         """
+        deadline, saving = self._deadline(timeout_s), None
+        if self._sharing is not None and namespace.layout == self.layout:
+            tokens = pack_tokens(tokens)
+            saving = self._sharing.begin(namespace, tokens, timeout_s=timeout_s)
         owner = f"embedded-{next(self._owners)}"
         opening = core.Sequence.open(
             self._built.cache,
             namespace,
             tokens,
             owner=owner,
-            deadline=self._deadline(timeout_s),
+            deadline=deadline,
             chunk_tokens=chunk_tokens,
             by_layer=by_layer,
         )
-        return Sequence(self, self._call(opening, timeout_s=timeout_s, undo=core.Sequence.close))
+        return Sequence(self, self._call(opening, timeout_s=timeout_s, undo=core.Sequence.close), saving)
+
+    def _published(self, saving: "Saving | None", running: core.Sequence) -> None:
+        """A request has committed a step: hand over what is to be saved. Belongs to the loop."""
+        if saving is not None and self._sharing is not None:
+            self._sharing.published(saving, running.tokens[: running.published])
+
+    @property
+    def shared(self) -> "Shared | None":
+        """What a connected cache has loaded and saved; None without a sidecar (`open`)."""
+        return self._sharing.shared if self._sharing is not None else None
+
+    def wait_saved(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+        """Wait until all that requests have published was saved, as far as the sidecar takes it: other processes then
+        find it. Whether that was so within `timeout_s` seconds; True without a sidecar."""
+        return self._sharing is None or self._sharing.wait_saved(timeout_s)
 
     def publish(self, namespace: Namespace, tokens: npt.ArrayLike) -> int:
         """Let every other tenant reuse what is cached of a prefix, a system prompt say, in whole pages.

@@ -19,6 +19,7 @@ from hicache.tiers.context import ContextParts, Staging
 
 if TYPE_CHECKING:
     from hicache.service.compose import HiCache
+    from hicache.service.sharing import Saving
 
 DEFAULT_TIMEOUT_S: Final = 60.0
 """How long a call waits for room or a copy before it raises `DeadlineExceeded`."""
@@ -61,9 +62,10 @@ class Sequence:
                     out, _ = attend(query, step.parts(layer), key=key, value=value, scale=scale)
     """
 
-    def __init__(self, cache: "HiCache", running: core.Sequence) -> None:
+    def __init__(self, cache: "HiCache", running: core.Sequence, saving: "Saving | None" = None) -> None:
         self._cache: Final = cache
         self._core: Final = running
+        self._saving: Final = saving
         self._began_with: Final = running.length - sum(running.cached_by_tier.values())
 
     @property
@@ -114,7 +116,7 @@ class Sequence:
         Use it in a `with` block. Leaving the block without an exception commits; with one, the tokens are forgotten.
         Entering raises `BadRequest`, `NoRoom` (more tokens than the device tier can ever hold), `DeadlineExceeded`.
         """
-        return Step(self._cache, self._core, tokens, timeout_s)
+        return Step(self._cache, self._core, tokens, timeout_s, self._saving)
 
     def fork(self) -> "Sequence":
         """Another request with the same tokens; both share all pages until one of them writes."""
@@ -122,7 +124,8 @@ class Sequence:
         async def fork() -> core.Sequence:
             return self._core.fork()
 
-        return Sequence(self._cache, self._cache._call(fork(), undo=core.Sequence.close))
+        saving = self._saving.fork() if self._saving is not None else None
+        return Sequence(self._cache, self._cache._call(fork(), undo=core.Sequence.close), saving)
 
     def close(self) -> None:
         """Give up the lease and unpublished tokens; published pages stay cached. Idempotent."""
@@ -145,11 +148,19 @@ class Sequence:
 class Step:
     """One forward pass of a sequence over some new tokens. A `PartSource` for `hicache.kernels.attend`."""
 
-    def __init__(self, cache: "HiCache", running: core.Sequence, tokens: npt.ArrayLike, timeout_s: float) -> None:
+    def __init__(
+        self,
+        cache: "HiCache",
+        running: core.Sequence,
+        tokens: npt.ArrayLike,
+        timeout_s: float,
+        saving: "Saving | None" = None,
+    ) -> None:
         self._cache: Final = cache
         self._core: Final = running
         self._tokens: Final = tokens
         self._timeout_s: Final = timeout_s
+        self._saving: Final = saving
         self._plan: core.StepPlan | None = None
         self._staging: Staging | None = None
 
@@ -222,6 +233,7 @@ class Step:
         async def end() -> None:
             if error is None:
                 self._core.commit(plan)
+                self._cache._published(self._saving, self._core)
                 return
             self._core.abort(plan)
             if isinstance(error, CorruptPage):

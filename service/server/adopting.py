@@ -13,12 +13,13 @@ import numpy as np
 from aiofiles.os import wrap
 
 from hicache.cache import Cache
-from hicache.errors import HicacheError, NoRoom
+from hicache.errors import HicacheError
 from hicache.lease import Lease
 from hicache.namespace import Namespace
 from hicache.residency import Residency
+from hicache.service.placing import publish_host_pages
 from hicache.service.server.session import Tokens
-from hicache.tier import HOST, PageIdentity, Slots
+from hicache.tier import HOST, Slots
 from hicache.tiers.host import HostTier
 
 ADOPT_PAGES: Final = 64
@@ -113,32 +114,12 @@ class Adopting:
         if not len(slots) or not is_good:
             cache.free({HOST: slots})
             return 0
-        return self._put(namespace, tokens[: (first_page + len(slots)) * page_size], first_page, slots, standing)
+        tokens = tokens[: (first_page + len(slots)) * page_size]
+        num_pages = publish_host_pages(cache, self._host, namespace, tokens, first_page, slots, standing)
+        cache.counters.pages_adopted += num_pages
+        return num_pages
 
     def _copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """In a thread."""
         for source, target in zip(sources, targets, strict=True):
             np.copyto(self._host.array[target], self._host.array[source])
-
-    def _put(
-        self, namespace: Namespace, tokens: Tokens, first_page: int, slots: Slots, standing: Lease
-    ) -> int:
-        cache, tree, page_size = self._cache, self._cache.tree, self._cache.layout.page_size
-        path, now = cache.path(standing), cache.clock.monotonic()
-        chain = tree.identities(path[-1])[-1].chain if path else namespace.digest
-        try:
-            inserted = tree.insert(namespace, tokens, tier=HOST, slots=slots, first_page=first_page, now=now)
-        except NoRoom:
-            cache.free({HOST: slots})
-            return 0
-        for page, slot in enumerate(slots.tolist(), start=first_page):
-            packed = tokens[page * page_size : (page + 1) * page_size].astype("<i4").tobytes()
-            identity = PageIdentity(namespace.digest, chain, packed)
-            self._host.declare(slot, self._host.generation(slot), identity)
-            chain = identity.chain
-        tree.move_lease(standing, inserted.node, now)
-        cache.counters.pages_adopted += len(slots)
-        cache.writing_through.published(inserted.node)
-        cache.free(inserted.freed)
-        cache.free({HOST: inserted.duplicates})
-        return len(slots)

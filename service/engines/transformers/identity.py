@@ -1,8 +1,8 @@
 """What a transformers model's KV is: its layout, the namespace it belongs to, and whether hicache can serve it at all.
 
 A page depends on everything that shaped its keys and values. So the model's part of the namespace is a digest of the
-weights themselves and of the configuration, never of a name; models whose KV is not a function of the tokens before
-it (positions that depend on the length, pictures behind placeholder tokens) are refused.
+weights themselves, of the configuration and of what computes with them, never of a name; models whose KV is not a
+function of the tokens before it (positions that depend on the length, pictures behind placeholder tokens) are refused.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hicache.errors import BadRequest
@@ -78,7 +79,8 @@ def namespace_of(
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """`"sha256:"` and the digest of all weights, names, dtypes and the configuration of `model`.
+    """`"sha256:"` and the digest of all weights, names, dtypes and the configuration of `model`, and of what computes
+    with them: the release of transformers, the kind of device and its instructions.
 
     Remembered per model while `weights_fingerprint` stays what it was.
     """
@@ -95,8 +97,10 @@ def weights_digest(model: PreTrainedModel) -> str:
     # hashlib releases the interpreter lock, and no tensor waits for another one.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_tensor_digest, (tensor for _, tensor in tensors)))
-    record = hashlib.sha256(b"hicache-transformers\x01")
-    for part in (json.dumps(config, sort_keys=True, default=str).encode(), *_named(tensors, digests)):
+    record = hashlib.sha256(b"hicache-transformers\x02")
+    computing = f"transformers {transformers.__version__} on {_instructions(model.device)}".encode()
+    settings = json.dumps(config, sort_keys=True, default=str).encode()
+    for part in (computing, settings, *_named(tensors, digests)):
         record.update(len(part).to_bytes(8, "little") + part)
     digest = f"sha256:{record.hexdigest()}"
     _digests[model] = (fingerprint, digest)
@@ -164,6 +168,13 @@ def _text_config(model: PreTrainedModel) -> Any:
 def _weights(model: PreTrainedModel) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _instructions(device: torch.device) -> str:
+    """The kind of device and of its instructions, by which results differ in their last bits."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_capability(device)}"
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _tensor_digest(tensor: torch.Tensor) -> bytes:
