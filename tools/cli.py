@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "flush": "forget what is cached",
     "verify": "read what is cached and compare it with its checksums",
     "doctor": "say how a server and its machine are, or what is damaged in the directory of an NVMe tier",
+    "trace": "record what a running server is asked, for replays",
     "replay": "say what a cache of given sizes would have done with a recorded or made-up load",
     "bench": "measure a part of hicache beside baselines of the same run",
     "completion": "print what makes bash, zsh or fish complete commands and options",

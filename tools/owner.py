@@ -135,6 +135,14 @@ class Owner:
             if not walk:
                 return
 
+    def record(self, walk: int, *, wait_s: float, end: bool = False) -> "pb.RecordReply":
+        """What is asked next, of a recording that `walk` 0 begins; waits `wait_s` where nothing is asked."""
+        from hicache.service.proto import hicache_pb2 as pb
+
+        request = pb.RecordRequest(walk=walk, wait_ms=int(wait_s * 1000), end=end)
+        reply: pb.RecordReply = self._call("Record", request, pb.RecordReply, wait_s + ANSWER_S)
+        return reply
+
     def _call(self, method: str, request: Any, reply: Any, timeout_s: float = ANSWER_S) -> Any:
         with self._told():
             return self._channel.unary_unary(_path(method), _packed, reply.FromString)(request, timeout=timeout_s)

@@ -21,6 +21,12 @@ class Progress:
         else:
             print(text, file=sys.stderr, flush=True)
 
+    def note(self, text: str) -> None:
+        """How it stands with what has no known end; said on a terminal alone."""
+        if self._is_live and (text, 0) != self._last:
+            self._last = (text, 0)
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
     def end(self) -> None:
         """Nothing more is to come."""
         if self._is_live and self._last[1] >= 0:

@@ -1,10 +1,12 @@
 """Every command where there is no server to ask: one clear line, the right status, no traceback."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from hicache.tools import owner
 from hicache.tools.cli import main
 from tests.service.serving import thread_server
 
+NEVER_MADE = str(Path(gettempdir()) / f"hicache-trace-{os.getpid()}")
 ASKING = [
     ["stats"], ["stats", "--json"], ["top", "--json"], ["tree"], ["sessions"], ["explain", "1,2"], ["pin", "1"],
     ["unpin", "1"], ["prefetch", "1"], ["evict", "--tier", "host", "--pages", "1"], ["flush", "--all"], ["verify"],
+    ["trace", "record", NEVER_MADE],
 ]  # fmt: skip
 """One of each command that asks a server."""
 
@@ -40,6 +44,7 @@ def complaints(directory: Path, capsys: "pytest.CaptureFixture[str]") -> set[str
         name, _, complaint = err.partition(": ")
         assert name == f"hicache {arguments[0]}"
         found.add(complaint.strip().replace(str(directory), "DIR"))
+    assert not os.path.exists(NEVER_MADE)
     return found
 
 

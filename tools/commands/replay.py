@@ -28,6 +28,7 @@ REQUESTS_MAX: Final = 10_000_000
 NODES_MAX: Final = 64
 PLOT_SUFFIXES: Final = (".svg", ".png")
 _TOKEN_UNITS: Final = {"tok": 1, "ktok": 10**3, "mtok": 10**6, "gtok": 10**9}
+_ZERO: Final = {"device": "; 0 for a sidecar, which has none", "nvme": "; 0 for none"}
 _CURVE_FACTORS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
 """Capacities of a plot, in parts of what all tiers have together."""
 
@@ -41,14 +42,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "knows the future, the cache stayed."
     )
     parser.epilog = (
-        "TRACE is one JSON a request (mooncake: hash_ids; ragpulse: chunks, whose lengths lie beside it), one JSON a\n"
-        "session (sessions: block_size, requests), or CSV with TIMESTAMP,ContextTokens,GeneratedTokens (azure), plain\n"
-        "or in gzip. SIZE is bytes (64GiB) or tokens (500ktok, 4Mtok).\n\n"
+        "TRACE is one JSON a request (what `hicache trace record` writes; mooncake: hash_ids; ragpulse: chunks, whose\n"
+        "lengths lie beside it), one JSON a session (sessions: block_size, requests), or CSV with\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens (azure), plain or in gzip. SIZE is bytes (64GiB) or tokens (500ktok,\n"
+        "4Mtok).\n\n"
         "The engine: a request that has its place computes what the cache lacks in steps of up to 8,192 tokens, at\n"
         "the same speed whatever the others do, and then has its first token; its pages are held until then.\n\n"
         "With --nodes every node has such an engine and tiers of the given sizes. A prompt goes where it costs\n"
         "least: the tokens of it that a node does not know, and what the node was given to compute beyond the average\n"
-        "of all; beside it stands what one node after the other comes to."
+        "of all; beside it stands what one node after the other comes to.\n\n"
+        "With --device 0 the cache is a sidecar's, whose pages engines copy: give the sizes of `hicache serve`.\n\n"
+        "examples:\n"
+        "  hicache replay requests.jsonl --device 0 --host 64GiB --nvme 1TiB --compare lru,value\n"
+        "  hicache replay --synthetic chat --host 100ktok --nvme 0 --plot chat.svg\n\n"
+        "exit status: 0 replayed; 1 a picture could not be written; 2 bad usage, or TRACE cannot be read"
     )
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="file of requests")
     load = parser.add_argument_group("load")
@@ -72,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache and machine")
     for tier, default in (("device", "40GiB"), ("host", "256GiB"), ("nvme", "1TiB")):
         cache.add_argument(f"--{tier}", default=default, metavar="SIZE", help=f"the {tier} tier (default {default})"
-                           + ("; 0 for none" if tier == "nvme" else ""))  # fmt: skip
+                           + _ZERO.get(tier, ""))  # fmt: skip
     cache.add_argument("--token-bytes", default="128KiB", metavar="BYTES", help="KV of a token (default 128KiB)")
     cache.add_argument("--policy", default="lru", choices=POLICIES, help="evicts in all tiers (default lru)")
     cache.add_argument("--compare", metavar="A,B,...", help="several policies, in one table")
@@ -99,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
     policies = _policies(args)
     _check(args)
-    sizes = {tier: _size(f"--{tier}", getattr(args, tier), zero=tier == "nvme") for tier in ("device", "host", "nvme")}
+    sizes = {tier: _size(f"--{tier}", getattr(args, tier), zero=tier != "host") for tier in ("device", "host", "nvme")}
     rates = {name: _bytes(f"--{name.replace('_', '-')}", getattr(args, name))
              for name in ("token_bytes", "link", "nvme_read", "nvme_write")}  # fmt: skip
 
@@ -246,8 +253,9 @@ def _machine(
         for tier, (amount, is_tokens) in sizes.items()
     }
     try:
-        if args.nvme != "0" and not pages["nvme"]:
-            raise BadRequest("nvme_pages", f"holds no page of {block_tokens} tokens; 0 leaves the tier out")
+        for tier in _ZERO:
+            if getattr(args, tier).strip() != "0" and not pages[tier]:
+                raise BadRequest(f"{tier}_pages", f"holds no page of {block_tokens} tokens; 0 leaves the tier out")
         return Machine(
             block_tokens=block_tokens, token_bytes=token_bytes, device_pages=pages["device"],
             host_pages=pages["host"], nvme_pages=pages["nvme"], link_bandwidth=rates["link"],

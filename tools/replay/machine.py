@@ -29,6 +29,7 @@ class Machine:
     token_bytes: int
     """Bytes of KV of a token."""
     device_pages: int
+    """0 for a sidecar, which has none: engines copy what it lends them out of the host, and store what they compute."""
     host_pages: int
     nvme_pages: int
     """0 for a machine without."""
@@ -53,7 +54,7 @@ class Machine:
     """Sidecars, each with tiers and an engine of its own, behind one router."""
 
     def __post_init__(self) -> None:
-        for name, low in (("device_pages", PAGES_MIN), ("host_pages", PAGES_MIN), ("nvme_pages", 0)):
+        for name, low in (("device_pages", 0), ("host_pages", PAGES_MIN), ("nvme_pages", 0)):
             value = getattr(self, name)
             if not (low <= value <= PAGES_MAX) or 0 < value < PAGES_MIN:
                 allowed = f"{PAGES_MIN} to {PAGES_MAX}" + ("" if low else ", or 0")

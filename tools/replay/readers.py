@@ -1,5 +1,7 @@
-"""Requests out of trace files: four formats, told apart by their content, plain or gzip, read line by line.
+"""Requests out of trace files: five formats, told apart by their content, plain or gzip, read line by line.
 
+    recorded   one JSON a request, as `hicache trace record` writes it (`writing.py`): that of mooncake with a
+               `block_size`, and with numbers of blocks of up to 53 bits
     mooncake   one JSON a request: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of blocks of 512 tokens
     sessions   one JSON a session: `session`, `block_size`, `requests` of `t` (s since it began), `in`, `out` and `h`,
                block ids in runs `[first, count]`. Ids count within their session, except in a file whose sessions name
@@ -8,9 +10,9 @@
                second file gives the chunks' lengths, one JSON a chunk: `id`, `kind`, `token_length`.
     azure      CSV `TIMESTAMP,ContextTokens,GeneratedTokens`: arrivals and lengths. No two prompts share anything.
 
-An equal id means an equal whole prefix in what comes out: of mooncake and session files because it does in the file, of
-ragpulse because its ids are chained here. What a reader keeps is one line, the sessions that overlap (sessions), and
-the ids of distinct blocks (ragpulse).
+An equal id means an equal whole prefix in what comes out: of recorded, mooncake and session files because it does in
+the file, of ragpulse because its ids are chained here. What a reader keeps is one line, the sessions that overlap
+(sessions), and the ids of distinct blocks (recorded, ragpulse).
 """
 
 import gzip
@@ -30,6 +32,7 @@ import numpy.typing as npt
 
 from hicache.tokens import TOKEN_MAX
 from hicache.tools.exits import UsageProblem
+from hicache.tools.replay.writing import ID_MAX
 from hicache.tools.terminal import printable
 
 Blocks = npt.NDArray[np.int32]
@@ -134,13 +137,14 @@ class Trace:
         self._max_sessions = max_sessions
         number, first = self._first()
         self.format: Final = _find_format(first)
-        """"mooncake", "sessions", "ragpulse" or "azure"."""
+        """"recorded", "mooncake", "sessions", "ragpulse" or "azure"."""
         if not self.format:
-            raise BadTrace(path, number, "is of no known format; known are mooncake, sessions, ragpulse and azure")
+            known = "recorded, mooncake, sessions, ragpulse and azure"
+            raise BadTrace(path, number, f"is of no known format; known are {known}")
         own_tokens = 0
         if self.format == "mooncake":
             own_tokens = MOONCAKE_BLOCK
-        elif self.format == "sessions":
+        elif self.format in ("recorded", "sessions"):
             try:
                 own_tokens = _whole(_parse_json(first), "block_size", 1, BLOCK_TOKENS_MAX)
             except _BadLine as problem:
@@ -158,7 +162,8 @@ class Trace:
     def __iter__(self) -> Iterator[Request]:
         self.num_bad = self._num_bad_chunks
         parsers = {
-            "mooncake": self._mooncake, "sessions": self._sessions, "ragpulse": self._ragpulse, "azure": self._azure,
+            "recorded": self._recorded, "mooncake": self._mooncake, "sessions": self._sessions,
+            "ragpulse": self._ragpulse, "azure": self._azure,
         }  # fmt: skip
         parsed: Iterable[tuple[int, Request]] = parsers[self.format]()
         if self._sort:
@@ -221,17 +226,38 @@ class Trace:
 
     # -- formats: requests in blocks of the file's own, with their lines ----------------------------------------------
 
-    def _mooncake(self) -> Iterator[tuple[int, Request]]:
+    def _recorded(self) -> Iterator[tuple[int, Request]]:
+        numbers: dict[int, int] = {}
         for number, found in self._objects(self.path):
             try:
-                tokens, blocks = _whole(found, "input_length", 0, TOKENS_MAX), _ids(found, "hash_ids")
-                _check_count(len(blocks), tokens, MOONCAKE_BLOCK)
-                answer = _whole(found, "output_length", 0, TOKENS_MAX)
-                request = Request(_seconds(found, "timestamp") / 1e3, blocks, tokens, answer)
+                self._check_block(found)
+                blocks = [numbers.setdefault(each, len(numbers)) for each in _numbers(found, "hash_ids", ID_MAX)]
+                request = self._timed(found, np.array(blocks, np.int32))
             except _BadLine as problem:
                 self._bad(self.path, number, str(problem))
                 continue
             yield number, request
+
+    def _mooncake(self) -> Iterator[tuple[int, Request]]:
+        for number, found in self._objects(self.path):
+            try:
+                request = self._timed(found, _ids(found, "hash_ids"))
+            except _BadLine as problem:
+                self._bad(self.path, number, str(problem))
+                continue
+            yield number, request
+
+    def _timed(self, found: dict[str, Any], blocks: Blocks) -> Request:
+        """A request of a recorded or a mooncake line."""
+        tokens = _whole(found, "input_length", 0, TOKENS_MAX)
+        _check_count(len(blocks), tokens, self._own_tokens)
+        answer = _whole(found, "output_length", 0, TOKENS_MAX)
+        return Request(_seconds(found, "timestamp") / 1e3, blocks, tokens, answer)
+
+    def _check_block(self, found: dict[str, Any]) -> None:
+        block = _whole(found, "block_size", 1, BLOCK_TOKENS_MAX)
+        if block != self._own_tokens:
+            raise _BadLine(f"block_size {block} is not {self._own_tokens}, that of the first line")
 
     def _sessions(self) -> Iterator[tuple[int, Request]]:
         """Sessions begin one after the other and overlap: their requests are merged by time."""
@@ -260,9 +286,7 @@ class Trace:
 
     def _session(self, found: dict[str, Any], begins_s: float, first_id: int) -> tuple[list[Request], int]:
         """The requests of one session, and the first id that is free behind its own."""
-        block = _whole(found, "block_size", 1, BLOCK_TOKENS_MAX)
-        if block != self._own_tokens:
-            raise _BadLine(f"block_size {block} is not {self._own_tokens}, that of the first session")
+        self._check_block(found)
         session, end_id, last_s = _string(found, "session"), first_id, 0.0
         requests: list[Request] = []
         for turn, each in enumerate(_list(found, "requests")):
@@ -275,7 +299,7 @@ class Trace:
                 last_s = time_s
                 tokens = _whole(each, "in", 0, TOKENS_MAX)
                 blocks, end = _runs(_list(each, "h"), first_id)
-                _check_count(len(blocks), tokens, block)
+                _check_count(len(blocks), tokens, self._own_tokens)
                 answer = _whole(each, "out", 0, TOKENS_MAX)
             except _BadLine as problem:
                 raise _BadLine(f"requests[{turn}]: {problem}") from None
@@ -363,7 +387,9 @@ def _find_format(first: bytes) -> str:
     if "requests" in found and "block_size" in found:
         return "sessions"
     if "timestamp" in found and "hash_ids" in found:
-        return "ragpulse" if isinstance(found["hash_ids"], dict) else "mooncake"
+        if isinstance(found["hash_ids"], dict):
+            return "ragpulse"
+        return "recorded" if "block_size" in found else "mooncake"
     return ""
 
 
@@ -492,12 +518,16 @@ def _list(found: dict[str, Any], name: str) -> list[Any]:
 
 
 def _ids(found: dict[str, Any], name: str) -> Blocks:
+    return np.array(_numbers(found, name, TOKEN_MAX), np.int32)
+
+
+def _numbers(found: dict[str, Any], name: str, most: int) -> list[int]:
     ids = _list(found, name)
     if len(ids) > BLOCKS_MAX:
         raise _BadLine(f"{name} has {len(ids)} ids, more than {BLOCKS_MAX}")
-    if not all(type(each) is int and 0 <= each <= TOKEN_MAX for each in ids):
-        raise _BadLine(f"{name} holds something else than integers within 0 to {TOKEN_MAX}")
-    return np.array(ids, np.int32)
+    if not all(type(each) is int and 0 <= each <= most for each in ids):
+        raise _BadLine(f"{name} holds something else than integers within 0 to {most}")
+    return ids
 
 
 def _runs(runs: list[Any], first_id: int) -> tuple[Blocks, int]:

@@ -7,11 +7,12 @@ A block that is partly filled is no page: as in a cache, what lies behind the la
 The engine that is stated: at most `concurrency` requests at a time, the others wait in line; each computes what the
 cache lacks in steps of at most `step_tokens` tokens, at `prefill`'s speed, whatever the others do meanwhile; its
 pages are held until its first token. Answers are not stored: a trace shows them when a later prompt repeats them. Of
-several nodes each has an engine and a cache of its own, and a router chooses one for each prompt as it arrives.
+several nodes each has an engine and a cache of its own, and a router chooses one for each prompt as it arrives. Without
+a device tier the cache is a sidecar's, and the engine one that uses it (`sidecar.py`).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -30,6 +31,7 @@ from hicache.tools.replay.machine import Machine
 from hicache.tools.replay.readers import Request, whole_blocks
 from hicache.tools.replay.replayed import NodeFound, Replayed
 from hicache.tools.replay.router import ROUTERS
+from hicache.tools.replay.sidecar import lend, store
 from hicache.tools.replay.tiers import ReplayDevice, ReplayHost, ReplayTier
 
 DEADLINE_S: Final = 600.0
@@ -71,9 +73,10 @@ class _Node:
         self.places = asyncio.Semaphore(machine.concurrency)
         self.found = NodeFound()
         link_s, page_bytes = machine.page_bytes / machine.link_bandwidth, layout.page_bytes
-        device = ReplayDevice(DEVICE, machine.device_pages, page_bytes, link_s, link_s, machine.link_latency_s)
-        host = ReplayHost(HOST, machine.host_pages, page_bytes, 0.0, 0.0, 0.0)
-        tiers: dict[TierId, Tier] = {DEVICE: device, HOST: host}
+        tiers: dict[TierId, Tier] = {HOST: ReplayHost(HOST, machine.host_pages, page_bytes, 0.0, 0.0, 0.0)}
+        if machine.device_pages:
+            latency_s = machine.link_latency_s
+            tiers[DEVICE] = ReplayDevice(DEVICE, machine.device_pages, page_bytes, link_s, link_s, latency_s)
         self._nvme: ReplayTier | None = None
         if machine.nvme_pages:
             read_s = machine.page_bytes / machine.nvme_read_bandwidth
@@ -145,7 +148,9 @@ class _Replay:
         node = self._nodes[chosen]
         async with node.places:  # first come, first served
             if request.input_tokens:
-                await self._prefill(node, request, returns)
+                await (self._prefill if self._machine.device_pages else self._prefill_from_sidecar)(
+                    node, request, returns
+                )
                 found.ttft_s.append(self._clock.monotonic() - arrived_s)
         self._router.served(number, chosen)
         found.tokens += request.input_tokens
@@ -170,7 +175,8 @@ class _Replay:
             prompt = await Prompt.open(node.cache, self._namespace, asked, owner="replay", deadline=deadline)
             try:
                 # The last token is computed even where it is known: its logits are what is asked for.
-                done = min(self._count_found(node, request, prompt), request.input_tokens - 1)
+                found = self._count_found(node, request, prompt.cached_by_tier, prompt.length)
+                done = min(found, request.input_tokens - 1)
                 while prompt.length < len(request.blocks):
                     blocks = request.blocks[prompt.length : prompt.length + step_pages]
                     plan = await prompt.begin(blocks, deadline=deadline)
@@ -190,13 +196,35 @@ class _Replay:
         steps = -(-(request.input_tokens - done) // machine.step_tokens)
         await asyncio.sleep(machine.prefill.seconds(done, request.input_tokens, steps=steps))
 
-    def _count_found(self, node: _Node, request: Request, prompt: Prompt) -> int:
-        """Count what was found of a prompt by tier; returns it, in tokens."""
+    async def _prefill_from_sidecar(self, node: _Node, request: Request, returns: bool | None) -> None:
+        """Copy what is lent, compute the rest, and store it behind the first token."""
+        machine, cache, blocks = self._machine, node.cache, request.blocks
+        deadline, done, is_refused = self._clock.monotonic() + DEADLINE_S, 0, False
+        try:
+            coverage, num_lent = await lend(cache, self._namespace, blocks, deadline=deadline)
+            self._count_found(node, request, coverage.by_tier, coverage.num_tokens)
+            done = min(num_lent * machine.block_tokens, request.input_tokens - 1)
+            if num_lent:
+                await asyncio.sleep(machine.link_latency_s + num_lent * machine.page_bytes / machine.link_bandwidth)
+        except HicacheError:
+            is_refused = True
+        steps = -(-(request.input_tokens - done) // machine.step_tokens)
+        await asyncio.sleep(machine.prefill.seconds(done, request.input_tokens, steps=steps))
+        try:
+            await store(cache, self._namespace, blocks, deadline=deadline)
+            if returns is not None:
+                cache.hint(self._namespace, blocks, returns=returns)
+        except HicacheError:
+            is_refused = True
+        self._found.num_refused += is_refused
+
+    def _count_found(self, node: _Node, request: Request, by_tier: Mapping[TierId, int], num_blocks: int) -> int:
+        """Count what was found of a prompt, in all and by tier; returns it, in tokens."""
         found, block_tokens = self._found, self._machine.block_tokens
-        for tier_id, num_blocks in prompt.cached_by_tier.items():
-            found.tokens_found[tier_id] = found.tokens_found.get(tier_id, 0) + num_blocks * block_tokens
-        num_found = prompt.length * block_tokens
-        found.blocks_found += prompt.length
+        for tier_id, blocks_there in by_tier.items():
+            found.tokens_found[tier_id] = found.tokens_found.get(tier_id, 0) + blocks_there * block_tokens
+        num_found = num_blocks * block_tokens
+        found.blocks_found += num_blocks
         found.document_tokens_found += min(num_found, request.document_tokens)
         node.found.tokens_found += num_found
         return num_found
