@@ -27,6 +27,7 @@ MAX_SECONDS: Final = 86_400.0
 _SIZE: Final = re.compile(r"([0-9]+)\s*([kmgt]i?b?|b?)", re.IGNORECASE)
 LOCAL_ENDPOINTS: Final = ("ipc://", "tcp://127.0.0.1:", "tcp://[::1]:")
 """What endpoints of events begin with: they hold the tokens of prompts, and ZMQ asks nobody who they are."""
+LOOPBACK: Final = "127.0.0.1"
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,6 +105,10 @@ class ServeConfig:
     """Where they can be had again."""
     metrics_port: int | None = None
     """Where metrics are served over HTTP, on the loopback address; 0 for any free port, None for nowhere."""
+    http: Address | None = None
+    """Where the page is served over HTTP, a loopback address; None for nowhere."""
+    http_tokenizer: Path | None = None
+    """Directory of the tokenizer.json with which the page shows text; None to show token ids."""
     tcp: Tcp | None = None
     """Where engines on other machines are served; None for nowhere."""
 
@@ -144,6 +149,8 @@ class ServeConfig:
             raise BadRequest("events.endpoint", "is given together with events.replay_endpoint")
         if self.limits.staging_bytes > self.limits.total_staging_bytes:
             raise BadRequest("limits.staging_bytes", "is more than limits.total_staging_bytes")
+        if self.http_tokenizer is not None and self.http is None:
+            raise BadRequest("http.listen", "is given together with http.tokenizer")
         longest = longest_request(self.limits.max_tokens)
         if self.limits.message_bytes < longest:
             raise BadRequest("limits.message_bytes", f"is less than {longest}: one prompt of limits.max_tokens")
@@ -212,6 +219,17 @@ def _seconds(key: str, value: object) -> float:
 
 def _port(key: str, value: object) -> int:
     return whole(key, value, 0, 65_535)
+
+
+def _loopback(key: str, value: object) -> Address:
+    """An address of this machine's own, from `HOST:PORT` or a port alone."""
+    is_port = isinstance(value, int) or (isinstance(value, str) and value.isascii() and value.isdigit())
+    address = Address.parse(key, f"{LOOPBACK}:{value}" if is_port else value)
+    if not address.is_loopback:
+        raise BadRequest(
+            key, f"{address.host} is not a loopback address: the page shows prompts, over plain HTTP; ssh -L reaches it"
+        )
+    return Address(LOOPBACK, address.port) if address.host == "localhost" else address
 
 
 def _endpoint(key: str, value: object) -> str:
@@ -321,6 +339,8 @@ KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "times.max_call_s": _seconds,
     "times.drain_s": _seconds,
     "metrics.port": _port,
+    "http.listen": _loopback,
+    "http.tokenizer": _path,
     "events.endpoint": _endpoint,
     "events.replay_endpoint": _endpoint,
     "tcp.listen": Address.parse,
@@ -357,6 +377,8 @@ _FIELDS: Final = {
     "write_policy": "write_policy",
     "exclusive": "exclusive",
     "metrics.port": "metrics_port",
+    "http.listen": "http",
+    "http.tokenizer": "http_tokenizer",
     "events.endpoint": "events_endpoint",
     "events.replay_endpoint": "events_replay_endpoint",
 }

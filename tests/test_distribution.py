@@ -30,6 +30,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(source: Path, wheel: Path
     packages = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     expected = {"hicache/py.typed"}
     expected |= {f"hicache/tools/schemas/{file.name}" for file in (source / "tools" / "schemas").iterdir()}
+    page = source / "service" / "dashboard" / "page"
+    expected |= {f"hicache/service/dashboard/page/{file.name}" for file in page.iterdir()}
     for package in packages:
         path = package.split(".")
         folder = source.joinpath(*(path[1:] if {*path[1:2]} & {*LINKED} else path))

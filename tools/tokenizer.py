@@ -1,6 +1,7 @@
 """A tokenizer from its directory, for commands that read prompts or show text."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,3 +26,15 @@ def opened(directory: Path) -> "Tokenizer":
         return Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the library raises plain exceptions
         raise UsageProblem(f"--tokenizer: {printable(os.fspath(path))} is not a tokenizer: {error}") from error
+
+
+def decoder(directory: Path) -> Callable[[list[int]], str]:
+    """What makes text of tokens, leaving out ids that the tokenizer does not have. Raises as `opened` does."""
+    tokenizer = opened(directory)
+
+    def decode(tokens: list[int]) -> str:
+        size = tokenizer.get_vocab_size()
+        text: str = tokenizer.decode([token for token in tokens if 0 <= token < size])
+        return text
+
+    return decode

@@ -29,6 +29,8 @@ from hicache.clock import SystemClock
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.service import wire
 from hicache.service.config import ServeConfig
+from hicache.service.dashboard.server import Dashboard
+from hicache.service.dashboard.tree import Decode
 from hicache.service.events.publisher import Publisher
 from hicache.service.events.residency import CopyEvents
 from hicache.service.metrics import CallTimes, families
@@ -96,6 +98,8 @@ class Server:
         self.call_times: Final = CallTimes()
         self.metrics: Final = metrics
         """Where metrics are served, if that was asked for."""
+        self.dashboard: Dashboard | None = None
+        """Serves the page, if that was asked for."""
         self.publisher: Publisher | None = None
         """Publishes events, if that was asked for."""
         self.tcp_port: int | None = None
@@ -164,9 +168,12 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIterator[Server]:
+async def serving(
+    config: ServeConfig, keeper: Keeper | None = None, decode: Decode | None = None
+) -> AsyncIterator[Server]:
     """A server that takes sessions inside the block; leaving it stops the server, in both phases. With a `keeper` it
-    goes on with the arena of the server before, and leaves its own to the next.
+    goes on with the arena of the server before, and leaves its own to the next. With `decode` its page shows text
+    instead of token ids.
 
     Raises `BadRequest` naming a key, before anything is made that stays; `TierUnavailable`.
     """
@@ -188,6 +195,10 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
         if config.metrics_port is not None:
             metrics = MetricsServer(config.metrics_port)
             stack.callback(metrics.close)
+        dashboard = None
+        if config.http is not None:
+            dashboard = Dashboard(config.http, decode)
+            stack.callback(dashboard.close)
         publisher, listeners = None, list[CopyEvents]()
         if config.events_endpoint is not None:
             publisher = Publisher(config.events_endpoint, config.events_replay_endpoint, clock)
@@ -203,7 +214,7 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
             stack.push_async_callback(keeper.save, served.cache, served.host)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = Server(config, served, tasks, metrics)
-        server.publisher = publisher
+        server.publisher, server.dashboard = publisher, dashboard
         stack.callback(server.storing.close)
 
         data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, tracing)
@@ -253,6 +264,8 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
             watches.append(metrics.run(server.measured))
         if publisher is not None:
             watches.append(publisher.run())
+        if dashboard is not None:
+            watches.append(dashboard.run(server.cache, server.sessions, server.status))
         for watching in watches:
             stack.callback(tasks.create_task(watching).cancel)
         health = HealthServer(directory / wire.HEALTH_SOCKET, progress, clock)
@@ -272,8 +285,11 @@ async def serving(config: ServeConfig, keeper: Keeper | None = None) -> AsyncIte
             await server.finish()
 
 
-async def run(config: ServeConfig, *, ready: Callable[[Server], None]) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves.
+async def run(
+    config: ServeConfig, *, ready: Callable[[Server], None], decode: Decode | None = None
+) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves; for
+    `decode` see `serving`.
 
     For the main thread of a process of its own: it sets the umask and signal handlers, and tells systemd, where it was
     started by that, when it is ready, that it is alive, and when it stops. Raises as `serving` does.
@@ -286,7 +302,7 @@ async def run(config: ServeConfig, *, ready: Callable[[Server], None]) -> None:
         if not supervisor.hears:
             raise BadRequest("host.keep_arena", f"nobody is there to keep it: {SOCKET} is not in the environment")
         keeper = Keeper(supervisor)
-    async with serving(config, keeper) as server, asyncio.TaskGroup() as tasks:
+    async with serving(config, keeper, decode) as server, asyncio.TaskGroup() as tasks:
 
         def stop() -> None:
             if server.stopping.is_set():

@@ -34,6 +34,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
         "limits__max_namespaces": 7, "limits__max_handles": 8, "limits__max_leases": 9, "limits__leased_share": 0.25,
         "limits__staging_bytes": "1k", "limits__total_staging_bytes": "2k", "limits__message_bytes": "2MiB",
         "times__lease_s": 1, "times__attach_s": 0.5, "times__max_call_s": 2, "times__drain_s": 3, "metrics__port": 9464,
+        "http__listen": "localhost:8080", "http__tokenizer": "model",
         "events__endpoint": "ipc:///run/hicache/events", "events__replay_endpoint": "tcp://127.0.0.1:5558",
         "tcp__listen": "127.0.0.1:7443", "tcp__token_sha256": "ab" * 32, "tcp__plain": False, "tcp__cert": "a.pem",
         "host__keep_arena": True, "socket_group": 12, "tcp__key": "a.key", "tcp__client_ca": "ca.pem",

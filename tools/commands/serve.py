@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from hicache.errors import BadRequest
 from hicache.tools.exits import Exit, UsageProblem
 from hicache.tools.terminal import printable
+from hicache.tools.tokenizer import decoder
 
 if TYPE_CHECKING:
     from hicache.service.server.process import Server
@@ -38,6 +39,7 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
              message_bytes
   [times]    lease_s, attach_s, max_call_s, drain_s
   [metrics]  port = 9464             (Prometheus, at http://127.0.0.1:9464/metrics)
+  [http]     listen = 8080, tokenizer = "DIR"    (the page in the browser)
   [events]   endpoint = "ipc:///run/hicache/events", replay_endpoint   (KV events over ZMQ)
   [tcp]      listen = "0.0.0.0:7443", token_sha256 = "...", cert = "server.pem",
              key = "server.key", client_ca, plain
@@ -46,6 +48,12 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
 Over TCP, clients say connect("tls://HOST:PORT", token=...). The file knows the SHA-256 of
 the access token (printf %s TOKEN | sha256sum); with client_ca a client also needs a
 certificate of that authority. plain = true leaves out TLS, at a loopback address alone.
+
+With --http a page shows what is in which tier, how much is found, what moves and what hits
+have saved. The address that is printed ends with a token, new at each start: whoever has it
+sees all prompts that are cached, of all tenants, as token ids or with --tokenizer as text.
+The page changes nothing. It is served at loopback addresses alone, such as 8080 or
+127.0.0.1:8080; from another machine: ssh -L 8080:127.0.0.1:8080 HOST.
 
 With --keep-arena the supervisor holds the arena's memory while one server ends and the next
 starts (systemd with FileDescriptorStoreMax=8). After a stop all pages come back that still
@@ -73,6 +81,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme-dir", action="append", metavar="DIR", help="directory on NVMe; may be given again")
     parser.add_argument("--nvme", metavar="SIZE", help="space for pages there")
     parser.add_argument("--tcp", metavar="HOST:PORT", help="serve engines on other machines, too; see below")
+    parser.add_argument("--http", metavar="[HOST:]PORT", help="serve a page for the browser, on loopback; see below")
+    parser.add_argument("--tokenizer", metavar="DIR", help="show text on that page, with the tokenizer.json in DIR")
     parser.add_argument("--policy", metavar="NAME", help="which pages leave first")
     parser.add_argument("--write-policy", metavar="NAME", help="when pages are written to NVMe")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the file")
@@ -92,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         options_of(config)
     except BadRequest as error:
         raise UsageProblem(printable(str(error), 400)) from None
+    decode = decoder(config.http_tokenizer) if config.http_tokenizer is not None else None
     if args.check:
         print("the settings are good")
         return Exit.OK
@@ -105,10 +116,12 @@ def run(args: argparse.Namespace) -> int:
         if config.tcp is not None and server.tcp_port is not None:
             address = replace(config.tcp.address, port=server.tcp_port)
             also = f" and {'tcp' if config.tcp.cert is None else 'tls'}://{address}"
+        if server.dashboard is not None:
+            also += f" and {server.dashboard.url}"
         print(f"serving at {printable(os.fspath(config.socket_dir), 400)}{also}", flush=True)
 
     try:
-        asyncio.run(serve(config, ready=ready))
+        asyncio.run(serve(config, ready=ready, decode=decode))
     except BadRequest as error:
         raise UsageProblem(printable(str(error), 400)) from None
     return Exit.OK
@@ -124,6 +137,8 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
         ("nvme.dir", args.nvme_dir),
         ("nvme.bytes", args.nvme),
         ("tcp.listen", args.tcp),
+        ("http.listen", args.http),
+        ("http.tokenizer", args.tokenizer),
         ("policy", args.policy),
         ("write_policy", args.write_policy),
     ):

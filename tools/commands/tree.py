@@ -13,7 +13,7 @@ from hicache.tools.commands import _source as common
 from hicache.tools.exits import Exit
 from hicache.tools.snapshot import LABEL_TOKENS, PrefixNode, Snapshot
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable, visible_length
-from hicache.tools.tokenizer import opened
+from hicache.tools.tokenizer import decoder
 from hicache.tools.units import format_bytes, plural
 
 JSON_FORMAT: Final = "hicache-tree"
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
     common.check_source(args)
-    decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
+    decode = decoder(args.tokenizer) if args.tokenizer is not None else None
     name, snapshot = common.read(args, nodes=True)
     view = View(args.depth, args.width, show_text=args.text or decode is not None, decode=decode)
     if args.json:
@@ -213,14 +213,3 @@ def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
         "format": JSON_FORMAT, "version": 1, "time": snapshot.time, "tiers": snapshot.tiers,
         "num_damaged": snapshot.num_damaged, "prefixes": prefixes,
     }  # fmt: skip
-
-
-def _decoder(directory: Path) -> Callable[[list[int]], str]:
-    tokenizer = opened(directory)
-
-    def decode(tokens: list[int]) -> str:
-        size = tokenizer.get_vocab_size()
-        text: str = tokenizer.decode([token for token in tokens if 0 <= token < size])
-        return text
-
-    return decode
