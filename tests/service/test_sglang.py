@@ -15,8 +15,8 @@ import torch
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.service.engines.link import Link, check_pages
+from hicache.service.engines.objects import Objects
 from hicache.service.engines.sglang.identity import Identity, check_version, layout_of, weights_of
-from hicache.service.engines.sglang.objects import Objects
 from hicache.service.engines.sglang.pools import Pool, tensor_page
 from hicache.service.engines.sglang.settings import Settings
 from tests.service.serving import ThreadServer, thread_server

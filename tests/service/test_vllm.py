@@ -373,7 +373,7 @@ class Scheduler:
             ),
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (known[name].blocks,)),
         ))  # fmt: skip
-        self.transfers.preempt(plan.preempted)
+        self.transfers.take_away(plan)
         for name, count in scheduled.items():
             each = known[name]
             each.num_computed += count

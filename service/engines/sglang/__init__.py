@@ -12,7 +12,8 @@ The files, in the order in which a page meets them:
     settings.py       what the extra configuration may say
     identity.py       which pages may be this engine's: the namespace of each pool
     pools.py          a host pool's pages as ranges of memory
-    objects.py        pages by SGLang's keys, in the sidecar
+
+Beside this package: `objects` keeps pages by their keys in the sidecar, `ranges` copies them.
 
 **Keys.** The interface names a page by SHA-256 over all tokens up to its end, chained page by page from a seed of what
 else SGLang tells apart (`extra_key`, which has the adapter, and `cache_salt`). Tokens do not come with it. So a page is

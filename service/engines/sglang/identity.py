@@ -10,7 +10,6 @@ Configurations and pools are duck-typed, so that this is tested where there is n
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,8 @@ from typing import Any, Final
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
-from hicache.service.engines.sglang.objects import MIN_PAGE_SIZE
+from hicache.service.engines.generation import Generation
+from hicache.service.engines.objects import MIN_PAGE_SIZE, opaque_layout
 from hicache.service.engines.sglang.pools import Pool
 from hicache.service.engines.weights import files_digest, model_directory
 
@@ -59,11 +59,7 @@ def layout_of(pool: Pool) -> KVLayout:
         )  # fmt: skip
         if layout.page_bytes == pool.page_bytes:
             return layout
-    token = 2 * pool.page_size
-    return KVLayout.uniform(
-        num_layers=1, num_kv_heads=1, head_dim=-(-pool.page_bytes // token), dtype=KVDtype.INT8,
-        page_size=pool.page_size,
-    )  # fmt: skip
+    return opaque_layout(pool.page_bytes, pool.page_size)
 
 
 def weights_of(arguments: Any, named: str) -> str:
@@ -99,11 +95,11 @@ class Identity:
             "arguments": {name: str(getattr(arguments, name, None)) for name in ARGUMENTS},
         }
         self._weights: Final = weights
-        self._generation = 0
+        self._generation: Final = Generation()
 
     def forget(self) -> None:
         """Nothing of before may be used: other namespaces from now on. They are this process's own."""
-        self._generation += 1
+        self._generation.forget()
 
     def of_pool(self, pool: Pool, layout: KVLayout, *, order: str) -> Namespace:
         """The namespace of a pool's pages. `order`: in which order a page's bytes are kept: "parts" as the pool gives
@@ -119,7 +115,7 @@ class Identity:
             "parts": pool.part_bytes,
             "geometry": {name: str(getattr(host, name, None)) for name in _GEOMETRY},
             "ranks": self._ranks(pool.name),
-            "forgotten": [os.getpid(), _STARTED, self._generation] if self._generation else [],
+            "forgotten": self._generation.mark,
         }
         whole = hashlib.sha256(b"hicache-sglang\x01" + self._weights.encode())
         return Namespace(
@@ -138,7 +134,3 @@ class Identity:
             "cp": [config.attn_cp_rank, config.attn_cp_size],
             "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
         }
-
-
-_STARTED: Final = os.urandom(16).hex()
-"""Tells this process from others that had its number."""

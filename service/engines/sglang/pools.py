@@ -1,28 +1,12 @@
-"""The pages of SGLang's host pools as ranges of memory, and copies between these and shared memory.
+"""The pages of SGLang's host pools as ranges of memory.
 
-A pool says where a page's parts are (`get_page_buffer_meta`): keys and values, or those of each layer, or one part. A
-page is kept as its parts, one after the other. Copies go straight between the pool's memory and the sidecar's, and do
-not hold the interpreter's lock.
+A pool says where a page's parts are (`get_page_buffer_meta`): keys and values, or those of each layer, or one part.
 """
 
-import ctypes
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Any, Final
 
 from hicache.errors import BadRequest
-
-
-class Part(NamedTuple):
-    """A range of a pool's memory."""
-
-    address: int
-    num_bytes: int
-
-
-Page = Sequence[Part]
-"""The parts of one page, in their order."""
+from hicache.service.engines.ranges import Page, Part
 
 
 class Pool:
@@ -66,35 +50,3 @@ def tensor_page(tensor: Any) -> Page:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise BadRequest("value", f"a tensor on {tensor.device} of strides {tensor.stride()} is no range of memory")
     return [Part(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
-
-
-def copy_in(page: Page, views: Sequence[memoryview], *, skip: int = 0) -> None:
-    """Copy a page's parts, without their first `skip` bytes, to `views`, writable and one after the other; what is left
-    of the last is zeroed."""
-    left = skip + sum(map(len, views)) - sum(part.num_bytes for part in page)
-    for own, shared, num_bytes in _pieces(page, views, skip):
-        ctypes.memmove(shared, own, num_bytes)
-    if left > 0:
-        views[-1][-left:] = bytes(left)
-
-
-def copy_out(views: Sequence[memoryview], page: Page) -> None:
-    """Copy what `copy_in` has written back to a page's parts."""
-    for own, shared, num_bytes in _pieces(page, views, 0):
-        ctypes.memmove(own, shared, num_bytes)
-
-
-def _pieces(page: Page, views: Sequence[memoryview], skip: int) -> Iterator[tuple[int, int, int]]:
-    """Where parts and views meet, from their beginning on: an address in a part, one in a view, bytes."""
-    shared = [Part(int(np.frombuffer(view, np.uint8).ctypes.data), len(view)) for view in views]
-    at = filled = 0
-    for address, num_bytes in page:
-        offset = min(skip, num_bytes)
-        skip -= offset
-        while offset < num_bytes:
-            if filled == shared[at].num_bytes:
-                at, filled = at + 1, 0
-            some = min(num_bytes - offset, shared[at].num_bytes - filled)
-            yield address + offset, shared[at].address + filled, some
-            offset += some
-            filled += some

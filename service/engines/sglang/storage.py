@@ -18,9 +18,10 @@ from sglang.version import __version__
 from hicache.errors import BadRequest, HicacheError
 from hicache.layout import KVLayout
 from hicache.service.engines.link import Link, check_pages
+from hicache.service.engines.objects import Objects
+from hicache.service.engines.ranges import Page
 from hicache.service.engines.sglang.identity import Identity, check_version, layout_of, weights_of
-from hicache.service.engines.sglang.objects import Objects
-from hicache.service.engines.sglang.pools import Page, Pool, tensor_page
+from hicache.service.engines.sglang.pools import Pool, tensor_page
 from hicache.service.engines.sglang.settings import Settings
 
 _log = logging.getLogger("sglang.hicache")

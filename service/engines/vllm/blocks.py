@@ -16,10 +16,8 @@ from torch import Tensor
 
 from hicache.errors import BadRequest
 from hicache.service.engines.vllm.identity import Groups
-from hicache.service.engines.vllm.plan import BlockIds
+from hicache.service.engines.vllm.plan import NULL_BLOCK, BlockIds
 
-NULL_BLOCK: Final = 0
-"""vLLM's block of nothing: it stands where a group needs no page any more."""
 STAGE_BYTES: Final = 32 << 20
 """Device and pinned memory that pages pass through on CUDA, a direction."""
 

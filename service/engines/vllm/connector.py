@@ -184,8 +184,10 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             blocks = {block for load in self._unserved for block in load.blocks[0]}
             results = Results(loaded=names, failed=set(names), failed_blocks=blocks)
             self._unserved.clear()
-        # vLLM takes blocks back one by one where it has one group, and whole requests where it has several.
-        is_alone = len(self._kv_cache_config.kv_cache_groups) == 1
+        # vLLM takes blocks back one by one where it has one group, and whole requests where it has several. Where a
+        # window has been skipped, what is in front of the failed block is not enough to go on from either.
+        has_window = self._groups is not None and self._groups.has_window
+        is_alone = len(self._kv_cache_config.kv_cache_groups) == 1 and not has_window
         self._failed_blocks |= results.failed_blocks if is_alone else set()
         return KVConnectorTransferResults(
             finished_sending=results.saved,
@@ -201,7 +203,7 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
         """Blocks are about to be overwritten."""
         if self._transfers is not None:
-            self._transfers.preempt(kv_connector_metadata.plan.preempted)
+            self._transfers.take_away(kv_connector_metadata.plan)
 
     def shutdown(self) -> None:
         """End what is under way, and the session."""

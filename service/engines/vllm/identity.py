@@ -10,7 +10,6 @@ Configurations are duck-typed, so that this is tested where there is no vLLM.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -18,6 +17,7 @@ from typing import Any, Final
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
+from hicache.service.engines.generation import Generation
 from hicache.service.engines.weights import files_digest, model_directory
 
 SUPPORTED: Final = ((0, 32),)
@@ -49,6 +49,11 @@ class Groups:
     def num_layers(self) -> int:
         """Layers of all groups."""
         return sum(len(names) for names in self.layer_names)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether blocks may be given back, and taken by others, while their request runs."""
+        return any(window is not None for window in self.windows)
 
     @classmethod
     def of(cls, kv_cache_config: Any) -> "Groups":
@@ -144,7 +149,7 @@ class Identity:
         self._base: Final = base
         self._adapter_digest: Final = adapter_digest
         self._adapters: Final[dict[tuple[str, int], str]] = {}
-        self._generation = 0
+        self._generation: Final = Generation()
 
     @classmethod
     def of(cls, vllm_config: Any, groups: Groups, format_id: bytes, weights: str) -> "Identity":
@@ -169,8 +174,8 @@ class Identity:
 
     def forget(self) -> None:
         """The weights were changed in place, or somebody else says that nothing of before may be used: other
-        namespaces from now on. They are this process's own, as nothing says what the weights are now."""
-        self._generation += 1
+        namespaces from now on."""
+        self._generation.forget()
 
     def of_request(self, request: Any) -> Namespace | None:
         """The namespace of one request; None for one whose KV tokens do not tell, which is not cached."""
@@ -188,8 +193,8 @@ class Identity:
         extra: list[Any] = []
         if request.cache_salt:
             extra.append(["salt", request.cache_salt])
-        if self._generation:
-            extra.append(["process", os.getpid(), _STARTED, self._generation])
+        if self._generation.mark:
+            extra.append(["process", *self._generation.mark])
         for feature in getattr(request, "mm_features", None) or ():
             position = feature.mm_position
             extra.append(["mm", feature.identifier, position.offset, position.length])
@@ -207,10 +212,6 @@ class Identity:
             except BadRequest:
                 self._adapters[key] = ""
         return self._adapters[key]
-
-
-_STARTED: Final = os.urandom(16).hex()
-"""Tells this process from others that had its number."""
 
 
 def local_directory(vllm_config: Any) -> str:

@@ -3,11 +3,14 @@ between processes of one engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from hicache.namespace import Namespace
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""Ids of the engine's blocks, for each KV cache group one a page. Id 0 is vLLM's null block: no page is there."""
+"""Ids of the engine's blocks, for each KV cache group one a page."""
+NULL_BLOCK: Final = 0
+"""vLLM's block of nothing: it stands where a group needs no page any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class Plan:
     saves: Sequence[Save] = ()
     preempted: Sequence[str] = ()
     """Requests whose blocks are taken away now."""
+    overwritten: frozenset[int] = frozenset()
+    """Blocks that this step or a load of it writes to for the first time, where blocks are given back before their
+    request has ended: those of layers with a window."""
     unreported: Sequence[str] = ()
     """Requests that ended while they waited for pages: vLLM frees their blocks when it hears that the load has ended,
     and must not hear of their saves, too."""

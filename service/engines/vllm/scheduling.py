@@ -14,7 +14,7 @@ from hicache.service.client import Client, Prompt
 from hicache.service.client.results import Lookup
 from hicache.service.engines.link import Link
 from hicache.service.engines.vllm.identity import Groups, Identity
-from hicache.service.engines.vllm.plan import BlockIds, Load, Plan, Save
+from hicache.service.engines.vllm.plan import NULL_BLOCK, BlockIds, Load, Plan, Save
 from hicache.service.wire import pack_int32
 
 FOUND_S: Final = 1.0
@@ -134,6 +134,7 @@ class Scheduling:
             loads=loads,
             saves=list(self._saves(step)),
             preempted=preempted,
+            overwritten=self._overwritten(step, loads) if self._groups.has_window else frozenset(),
             unreported=unreported,
             is_idle=not step.total_num_scheduled_tokens,
         )
@@ -156,10 +157,33 @@ class Scheduling:
             block_ids = state.get_block_ids(name) if state is not None else None
             if block_ids is None or any(len(block_ids[group]) < end for group in self._groups.ids):
                 continue
+            blocks = self._blocks(block_ids, first, end)
+            # Where vLLM itself had a prefix, blocks in front of a window are not there. A page is saved whole or not.
+            missing = [index for each in blocks for index, block in enumerate(each, 1) if block == NULL_BLOCK]
+            num_missing = max(missing, default=0)
+            first += num_missing
+            if first == end:
+                tracked.num_full = end
+                continue
             new_tokens = bytes(pack_int32(known[tracked.num_sent : end * self._block_size]))
             tracked.num_full, tracked.is_saving = end, True
             tracked.num_sent = max(tracked.num_sent, end * self._block_size)
-            yield Save(name, tracked.namespace, new_tokens, first, self._blocks(block_ids, first, end))
+            yield Save(
+                name, tracked.namespace, new_tokens, first, tuple(each[num_missing:] for each in blocks)
+            )
+
+    @staticmethod
+    def _overwritten(step: Any, loads: Iterable[Load]) -> frozenset[int]:
+        """Blocks that somebody else may have had until now."""
+        taken: set[int] = set()
+        for each in step.scheduled_new_reqs:
+            taken.update(*each.block_ids)
+        for block_ids in step.scheduled_cached_reqs.new_block_ids:
+            taken.update(*(block_ids or ()))
+        for load in loads:
+            taken.update(*load.blocks)
+        taken.update(copy.dst_block_id for copy in step.kv_cache_block_copies or ())
+        return frozenset(taken - {NULL_BLOCK})
 
     def _blocks(self, block_ids: tuple[list[int], ...], first: int, end: int) -> BlockIds:
         return tuple(tuple(block_ids[group][first:end]) for group in self._groups.ids)

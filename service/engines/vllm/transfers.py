@@ -2,21 +2,23 @@
 
 Every job has an end: calls have their times, and what cannot be had in time is reported as missing, so that vLLM
 computes it. The blocks that a save reads are a request's own and full, so nothing changes them while the request lives;
-vLLM keeps them after its end until `results` says that they are read, and a preemption waits for a copy under way.
+vLLM keeps them after its end until `results` says that they are read. Blocks are taken away earlier by a preemption,
+and in layers with a window, when it has passed them: who writes to them next waits for a copy under way (`take_away`),
+and what was not copied by then is not saved.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from hicache.service.client import Client, Outcome, Prompt
 from hicache.service.engines.link import Link
-from hicache.service.engines.vllm.blocks import NULL_BLOCK, Blocks
-from hicache.service.engines.vllm.plan import Load, Plan, Results, Save
+from hicache.service.engines.vllm.blocks import Blocks
+from hicache.service.engines.vllm.plan import NULL_BLOCK, Load, Plan, Results, Save
 from hicache.service.engines.vllm.settings import Settings
 
 IDLE_WAIT_S: Final = 0.002
@@ -39,7 +41,7 @@ class _Saving:
     """Held while its blocks are read, and while that number rises."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Job:
     """One save."""
 
@@ -47,16 +49,18 @@ class _Job:
     saving: _Saving
     num_preempted: int
     """How often the request had been preempted when it began."""
+    is_overwritten: bool = False
+    """Whether somebody else writes to a block of it. Set while `saving.copying` is held."""
 
     @property
     def is_stale(self) -> bool:
         """Whether its blocks are somebody else's by now."""
-        return self.saving.num_preempted != self.num_preempted
+        return self.is_overwritten or self.saving.num_preempted != self.num_preempted
 
 
 class Transfers:
     """Loads and saves of one worker. Its methods belong to the worker's thread and do not wait for the sidecar, but
-    `results` in an idle step, `preempt` for a copy, and `close`."""
+    `results` in an idle step, `take_away` for a copy, and `close`."""
 
     def __init__(self, link: Link, blocks: Blocks, settings: Settings, *, page_size: int, rank: int) -> None:
         self._link: Final = link
@@ -69,6 +73,8 @@ class Transfers:
         self._lock: Final = threading.Lock()
         self._has_loaded: Final = threading.Event()
         self._savings: Final[dict[str, _Saving]] = {}
+        self._jobs: Final[set[_Job]] = set()
+        """Saves that have not ended."""
         self._ended: Final[set[str]] = set()
         """Finished requests that have saves under way."""
         self._unreported: Final[set[str]] = set()
@@ -95,17 +101,25 @@ class Transfers:
                 saving.num_jobs += 1
                 self._num_saves += 1
                 is_left_out = self._num_saves > self._settings.max_pending_saves
-            job = _Job(save, saving, saving.num_preempted)
+                job = _Job(save, saving, saving.num_preempted)
+                self._jobs.add(job)
             self._saver.submit(self._carry_out_save, job, self._blocks.fence(), is_left_out)
 
-    def preempt(self, names: Sequence[str]) -> None:
-        """The blocks of these requests are about to be overwritten. Waits for copies under way."""
-        for name in names:
+    def take_away(self, plan: Plan) -> None:
+        """Blocks of preempted requests, and others, are about to be overwritten. Waits for copies under way."""
+        for name in plan.preempted:
             with self._lock:
                 saving = self._savings.get(name)
             if saving is not None:
                 with saving.copying:
                     saving.num_preempted += 1
+        if plan.overwritten:
+            with self._lock:
+                jobs = tuple(self._jobs)
+            for job in jobs:
+                if not plan.overwritten.isdisjoint(chain.from_iterable(job.save.blocks)):
+                    with job.saving.copying:
+                        job.is_overwritten = True
 
     def results(self, finished: set[str], *, is_idle: bool) -> Results:
         """What has ended since the last time. `finished`: requests that have ended in the engine."""
@@ -182,6 +196,7 @@ class Transfers:
             with self._lock:
                 self._num_saves -= 1
                 saving.num_jobs -= 1
+                self._jobs.discard(job)
 
     def _save(self, client: Client, job: _Job) -> None:
         """Store a save's pages, as many as the sidecar takes."""

@@ -1,9 +1,9 @@
-"""Pages by SGLang's keys, in the sidecar.
+"""Pages by keys, in the sidecar, for engines that do not say the tokens of a page.
 
 The sidecar names pages by tokens; a key stands for some: ids that SHAKE-256 derives from it, as many as the sidecar's
-pages have, 31 bits each. They meet no real tokens, as the namespaces are this engine's own, and two keys would have to
-agree in 248 bits of SHAKE-256 or more. A page that is larger than one of the sidecar's lies in several, one after the
-other, and is found when all of them are.
+pages have, 31 bits each. They meet no real tokens, as the namespaces are such an engine's own, and two keys would have
+to agree in 248 bits of SHAKE-256 or more. A page that is larger than one of the sidecar's lies in several, one after
+the other, and is found when all of them are.
 
 Every key is looked up by itself. Batches are gone through from their end, so that the first page of a prompt, without
 which the others are worth nothing, is always the one that was used last.
@@ -17,10 +17,11 @@ from typing import Final
 
 import numpy as np
 
+from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.service.client import Client, Outcome, Prompt
 from hicache.service.engines.link import Link
-from hicache.service.engines.sglang.pools import Page, copy_in, copy_out
+from hicache.service.engines.ranges import Page, copy_in, copy_out
 
 MIN_PAGE_SIZE: Final = 8
 """Ids of a page that tell keys apart: 8 of 31 bits are 248 bits of the digest."""
@@ -29,7 +30,16 @@ LEAST_CALL_S: Final = 0.5
 session."""
 Step = Callable[..., bool]
 """What is done with one page: a client, and `key`, `page` and `deadline`."""
-_FORMAT: Final = b"hicache-sglang-key\x01"
+_FORMAT: Final = b"hicache-key\x01"
+
+
+def opaque_layout(page_bytes: int, page_size: int) -> KVLayout:
+    """A layout for pages of so many bytes, of which nothing else is known. Raises `BadRequest` for a `page_size` out of
+    bounds."""
+    head_dim = -(-page_bytes // (2 * page_size))
+    return KVLayout.uniform(
+        num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype=KVDtype.INT8, page_size=page_size
+    )  # fmt: skip
 
 
 class Objects:
