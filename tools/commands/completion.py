@@ -1,8 +1,8 @@
 """`hicache completion`: what makes a shell complete commands, options and file names."""
 
 import argparse
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Final
 
@@ -28,24 +28,58 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
-    print(_SCRIPTS[args.shell]({name: _options(name) for name in COMMANDS}), end="")
+    print(_SCRIPTS[args.shell]({name: _words(name) for name in COMMANDS}), end="")
     return Exit.OK
 
 
-def _options(name: str) -> list[str]:
-    """The options of a command, as its usage names them."""
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What may stand behind a command."""
+
+    options: tuple[str, ...]
+    values: Mapping[str, tuple[str, ...]]
+    """Of options that take one of several words."""
+    operands: tuple[str, ...]
+    """Words that may stand alone."""
+
+
+def _words(name: str) -> Words:
     parser = argparse.ArgumentParser(prog=name)
     import_module(f"hicache.tools.commands.{name}").configure(parser)
-    return sorted({"--help", *re.findall(r"--[a-z][a-z-]*", parser.format_usage())})
+    options, values, operands = set[str](), dict[str, tuple[str, ...]](), list[str]()
+    for action in parser._actions:  # what `add_argument` returned; argparse has no other list of it
+        choices = tuple([str(choice) for choice in action.choices or ()])
+        for option in action.option_strings:
+            if option.startswith("--"):
+                options.add(option)
+                if choices:
+                    values[option] = choices
+        if not action.option_strings:
+            operands += choices
+    return Words(tuple(sorted(options)), values, tuple(operands))
 
 
-def _bash(options: Mapping[str, list[str]]) -> str:
-    cases = "\n".join(f"    {name}) words='{' '.join(words)}' ;;" for name, words in options.items())
+def _bash(commands: Mapping[str, Words]) -> str:
+    cases = "\n".join(
+        f"    {name}) words='{' '.join(words.options)}' operands='{' '.join(words.operands)}' ;;"
+        for name, words in commands.items()
+    )
+    values = "\n".join(
+        f"    {name}:{option}) words='{' '.join(choices)}' ;;"
+        for name, words in commands.items() for option, choices in words.values.items()
+    )  # fmt: skip
     return f"""\
 _hicache() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} words=
+  local current=${{COMP_WORDS[COMP_CWORD]}} words= operands=
   if [[ $COMP_CWORD -eq 1 ]]; then
-    COMPREPLY=($(compgen -W '{" ".join(options)} --help --version' -- "$current"))
+    COMPREPLY=($(compgen -W '{" ".join(commands)} --help --version' -- "$current"))
+    return
+  fi
+  case ${{COMP_WORDS[1]}}:${{COMP_WORDS[COMP_CWORD-1]}} in
+{values}
+  esac
+  if [[ -n $words ]]; then
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
     return
   fi
   case ${{COMP_WORDS[1]}} in
@@ -54,46 +88,70 @@ _hicache() {{
   if [[ $current == -* ]]; then
     COMPREPLY=($(compgen -W "$words" -- "$current"))
   else
-    COMPREPLY=($(compgen -f -- "$current"))
+    COMPREPLY=($(compgen -W "$operands" -- "$current") $(compgen -f -- "$current"))
   fi
 }}
 complete -o filenames -F _hicache hicache
 """
 
 
-def _zsh(options: Mapping[str, list[str]]) -> str:
-    named = "\n".join(f"    {_quoted(f'{name}:{COMMANDS[name]}')}" for name in options)
-    cases = "\n".join(f"    {name}) compadd -- {' '.join(words)} ;;" for name, words in options.items())
+def _zsh(commands: Mapping[str, Words]) -> str:
+    named = "\n".join(f"    {_quoted(f'{name}:{COMMANDS[name]}')}" for name in commands)
+    cases = "\n".join(
+        f"    {name}) words_=({' '.join(words.options)}) operands=({' '.join(words.operands)}) ;;"
+        for name, words in commands.items()
+    )
+    values = "\n".join(
+        f"    {name}:{option}) compadd -- {' '.join(choices)}; return ;;"
+        for name, words in commands.items() for option, choices in words.values.items()
+    )  # fmt: skip
     return f"""\
 #compdef hicache
 _hicache() {{
-  local -a commands=(
+  local -a words_ operands commands=(
 {named}
   )
   if (( CURRENT == 2 )); then
     _describe command commands
     return
   fi
-  if [[ $words[CURRENT] != -* ]]; then
-    _files
-    return
-  fi
+  case $words[2]:$words[CURRENT-1] in
+{values}
+  esac
   case $words[2] in
 {cases}
   esac
+  if [[ $words[CURRENT] == -* ]]; then
+    compadd -a words_
+  else
+    compadd -a operands
+    _files
+  fi
 }}
-compdef _hicache hicache
+# As a file of $fpath this is the function itself when it is called for the first time; else it is sourced.
+if [[ $funcstack[1] == _hicache ]]; then
+  _hicache "$@"
+else
+  compdef _hicache hicache
+fi
 """
 
 
-def _fish(options: Mapping[str, list[str]]) -> str:
+def _fish(commands: Mapping[str, Words]) -> str:
     first = "complete -c hicache -n __fish_use_subcommand -f"
-    lines = [f"{first} -a {name} -d {_quoted(COMMANDS[name])}" for name in options]
-    lines += [
-        f"complete -c hicache -n '__fish_seen_subcommand_from {name}' -l {word.removeprefix('--')}"
-        for name, words in options.items() for word in words
-    ]  # fmt: skip
+    lines = [f"{first} -a {name} -d {_quoted(COMMANDS[name])}" for name in commands]
+    for name, words in commands.items():
+        within = f"complete -c hicache -n '__fish_seen_subcommand_from {name}'"
+        for option in words.options:
+            value = f" -x -a {_listed(words.values[option])}" if option in words.values else ""
+            lines.append(f"{within} -l {option.removeprefix('--')}{value}")
+        if words.operands:
+            lines.append(f"{within} -a {_listed(words.operands)}")
     return "\n".join(lines) + "\n"
+
+
+def _listed(words: Iterable[str]) -> str:
+    return _quoted(" ".join(words))
 
 
 def _quoted(text: str) -> str:
@@ -101,4 +159,4 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-_SCRIPTS: Final[dict[str, Callable[[Mapping[str, list[str]]], str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+_SCRIPTS: Final[dict[str, Callable[[Mapping[str, Words]], str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
