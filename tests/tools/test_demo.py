@@ -16,6 +16,7 @@ from hicache.tools.cli import main
 from hicache.tools.demo.compare import plain_answer
 from hicache.tools.demo.stdlib import SOURCES, render
 from hicache.tools.snapshot import load
+from tests.tools.served import check_schema
 from tests.tools.test_cli import ENVIRONMENT, everything_below
 from tests.tools.tiny_model import write_model
 
@@ -154,6 +155,7 @@ def test_own_documents_of_any_length_are_asked_about(
     assert "note: 1 empty file left out: void.txt" in out
     assert "note: long.txt is longer than the model's context: cut to " in out
     result = json.loads((tmp_path / "out").read_text())
+    check_schema("demo", result)
     assert [document["title"] for document in result["documents"]] == ["a.txt", "b.md", "long.txt"]
     assert {request["question"] for request in result["requests"]} == {"What is it?", "Why?"}
     assert max(request["prompt_tokens"] for request in result["requests"]) <= 8_192 - 4
@@ -176,6 +178,7 @@ def test_a_wrong_answer_is_a_failure(
     assert status == 1, out
     assert "different at token 1" in out
     result = json.loads((tmp_path / "out").read_text())
+    check_schema("demo", result)
     assert result["summary"]["ok"] is False
     assert result["comparisons"][0]["verdict"] == "different"
 

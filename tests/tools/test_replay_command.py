@@ -28,6 +28,7 @@ from hicache.tools.replay.readers import Request, Trace, whole_blocks
 from hicache.tools.replay.router import ROUTERS
 from hicache.tools.replay.run import replay
 from hicache.write_policy import WritePolicy
+from tests.tools.served import check_schema
 
 EXCERPTS: Final = Path(__file__).parent / "traces"
 TRACE: Final = str(EXCERPTS / "mooncake.jsonl")
@@ -45,6 +46,7 @@ def machine(device: int, host: int, nvme: int = 0, **changes: Any) -> Machine:
 def shown(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
     assert main(["replay", *map(str, args), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    check_schema("replay", found)
     return found
 
 
