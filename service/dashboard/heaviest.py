@@ -67,8 +67,7 @@ class Heaviest(Generic[K]):
         """Those that the walk has left."""
         self._last: tuple[int, int] | None = None
         """The rank of the last one that is kept, once there are more than `limit`."""
-        self.num_seen = 0
-        """Branches met."""
+        self._num_met = 0
 
     def is_open(self, key: K) -> bool:
         """Whether something can still hang on it."""
@@ -79,8 +78,8 @@ class Heaviest(Generic[K]):
         without what hangs on it: the first is its weight, and none is negative."""
         while self._open[-1].key != above:
             self._leave()
-        self.num_seen += 1
-        self._open.append(Branch(key, self._open[-1].depth + 1, self.num_seen, list(numbers)))
+        self._num_met += 1
+        self._open.append(Branch(key, self._open[-1].depth + 1, self._num_met, list(numbers)))
         self._open_keys.add(key)
 
     def top(self) -> Branch[K]:

@@ -29,7 +29,8 @@ from aiofiles.os import wrap
 from hicache.cache import Cache
 from hicache.errors import BadRequest, NotResident
 from hicache.service.dashboard.history import EVERY_S, SPANS, History
-from hicache.service.dashboard.tree import TOP, Decode, TreeView
+from hicache.service.dashboard.names import TOP
+from hicache.service.dashboard.tree import Decode, TreeView
 from hicache.service.listening import Address
 from hicache.service.server.http import ONLY_GET, HttpServer, Request, Response
 from hicache.service.server.sessions import Sessions

@@ -4,7 +4,8 @@ A walk takes as long as the tree is large, and what asks for it waits a moment a
 it is walked through, and each later look goes on where the last one ended. Who looks at no tree costs nothing.
 
     picture    {"focus": number, "path": [{"id", "label"}] (from the top down to what hangs above the focus),
-                "is_whole" (whether a walk has come to its end), "seen", "of" (prefixes), "branches": [...]}
+                "is_whole" (whether a walk has come to its end), "as_of_s" (how long ago it began), "of" (prefixes of
+                the whole tree), "branches": [...] (parents first, the focus before all)}
     branch     {"id", "above" (id; null for the focus), "kind": "all" | "namespace" | "prefix", "label",
                 "total": sizes, "more": sizes or null (what hangs on it and is not shown)}, and a prefix also
                {"tokens", "bytes" (its own), "tiers", "coming" (tiers to which a copy is on its way), "age_s" (since it
@@ -14,40 +15,30 @@ it is walked through, and each later look goes on where the last one ended. Who 
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from hicache.cache import Cache
 from hicache.errors import BadRequest, NotResident
 from hicache.node import Node
 from hicache.residency import Residency
-from hicache.service.dashboard.heaviest import Branch, Heaviest
+from hicache.service.dashboard.heaviest import Branch
+from hicache.service.dashboard.names import Names
 from hicache.service.dashboard.pace import Pace
+from hicache.service.dashboard.walk import Key, View
 from hicache.tree import HiRadixTree
-from hicache.walking import Siblings
 
-MAX_BRANCHES: Final = 1_000
-"""Branches of one picture."""
-MAX_DEPTH: Final = 16
-"""Levels of one picture below its focus."""
 MAX_VIEWS: Final = 4
 """Pictures that are gone on with; where more are asked for, the one asked for longest ago is forgotten."""
 MAX_PATH: Final = 12
 """Prefixes above the focus that are named, the lowest ones."""
 LOOK_S: Final = 0.5
 """How long one look takes at most, most of which it waits."""
-STEP: Final = 32
-"""Prefixes that are looked at before the clock is."""
 LABEL_TOKENS: Final = 12
 SHOWN_TOKENS: Final = 64
 """Tokens of one prefix that are told when it is asked for."""
 MAX_TEXT: Final = 1_000
 """Characters of their text."""
-TOP: Final = 0
-"""The number of what stands above all namespaces."""
-
-Key = Node | bytes | None
-"""A prefix, a namespace by its digest, or all of them."""
 Decode = Callable[[list[int]], str]
 
 
@@ -58,10 +49,10 @@ class TreeView:
         """`decode`: text of tokens, None for none."""
         self._cache: Final = cache
         self._decode: Final = decode
-        self._names: Final = _Names()
+        self._names: Final = Names()
         self._labels: Final[dict[int, tuple[int, str]]] = {}
         """By number: the pages of the prefix for which the label was made, and the label."""
-        self._views: Final[OrderedDict[int, _View]] = OrderedDict()
+        self._views: Final[OrderedDict[int, View]] = OrderedDict()
         self._turn: Final = asyncio.Lock()
 
     async def picture(self, focus: int) -> dict[str, Any]:
@@ -74,7 +65,9 @@ class TreeView:
         focus = self._names.number(key)
         view = self._views.get(focus)
         if view is None:
-            view = self._views[focus] = _View(self._cache, key)
+            cache = self._cache
+            view = View(cache.tree, cache.clock, key, page_bytes=cache.layout.page_bytes)
+            self._views[focus] = view
         self._views.move_to_end(focus)
         while len(self._views) > MAX_VIEWS:
             self._views.popitem(last=False)
@@ -84,7 +77,7 @@ class TreeView:
             raise NotResident("cache", f"prefix {focus}")
         return await self._drawn(focus, view, pace)
 
-    async def _walk(self, view: "_View", pace: Pace) -> None:
+    async def _walk(self, view: View, pace: Pace) -> None:
         """Go on with a walk for a moment; one after the other, so that several pages take no more than one."""
         until = self._cache.clock.monotonic() + LOOK_S
         try:
@@ -134,7 +127,7 @@ class TreeView:
             raise NotResident("cache", f"prefix {number}")
         return node
 
-    async def _drawn(self, focus: int, view: "_View", pace: Pace) -> dict[str, Any]:
+    async def _drawn(self, focus: int, view: View, pace: Pace) -> dict[str, Any]:
         path, tree = _above(view.key), self._cache.tree
         found = list[Branch[Key]]()
         pending = [view.top]
@@ -156,9 +149,13 @@ class TreeView:
             above |= {child.key: hangs_on for child in branch.children if hangs_on is not None}
             await pace.rest()
         return {
-            "focus": focus, "path": named, "is_whole": view.is_whole, "seen": view.num_seen, "of": tree.num_nodes,
+            "focus": focus,
+            "path": named,
+            "is_whole": view.is_whole,
+            "as_of_s": self._cache.clock.monotonic() - view.as_of,
+            "of": tree.num_nodes,
             "branches": branches,
-        }  # fmt: skip
+        }
 
     def _about(self, key: Key) -> dict[str, Any] | None:
         """What there is to say of a branch by itself; None of a prefix that has left."""
@@ -184,7 +181,7 @@ class TreeView:
             return "everything"
         if isinstance(key, bytes):
             known = _namespace(self._cache.tree, key)
-            return " · ".join([known[name] for name in ("model", "adapter", "tenant") if known[name]])
+            return " · ".join([known[name] for name in ("model", "adapter", "tenant") if known[name]]) or key.hex()
         number = self._names.number(key)
         num_pages, label = self._labels.get(number, (0, ""))
         if num_pages != key.num_pages:  # else its own tokens are the same: what it ends with never changes
@@ -208,132 +205,6 @@ class TreeView:
         self._names.keep({key for view in self._views.values() for key in view.shown})
         for number in [number for number in self._labels if number not in self._names]:
             del self._labels[number]
-
-
-class _View:
-    """The tree from one place, and the walk that renews the picture."""
-
-    def __init__(self, cache: Cache, key: Key) -> None:
-        self.key: Final = key
-        self.is_whole = False
-        self.shown: list[Key] = []
-        """What the last picture shows."""
-        self._cache: Final = cache
-        self._tiers: Final = [*cache.tree.tiers]
-        self._finished: Branch[Key] | None = None
-        self._num_seen = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._nodes: Iterator[Node] = _nodes_below(self._cache.tree, self.key)
-        self._heaviest: Heaviest[Key] = Heaviest(
-            self.key, self._numbers(self.key), limit=MAX_BRANCHES, max_depth=MAX_DEPTH
-        )
-
-    @property
-    def top(self) -> Branch[Key]:
-        """What was found: by the last walk that has come to its end, or by the first one so far."""
-        return self._finished if self._finished is not None else self._heaviest.top()
-
-    @property
-    def num_seen(self) -> int:
-        return self._num_seen if self._finished is not None else self._heaviest.num_seen
-
-    async def go_on(self, pace: Pace, until: float) -> None:
-        """Walk on to the end, or until then, monotonic seconds."""
-        while True:
-            for _ in range(STEP):
-                node = next(self._nodes, None)
-                if node is None:
-                    self._finished, self._num_seen = self._heaviest.finish(), self._heaviest.num_seen
-                    self.is_whole = True
-                    self._begin()
-                    return
-                self._meet(node)
-            await pace.rest()
-            if self._cache.clock.monotonic() >= until:
-                return
-
-    def _meet(self, node: Node) -> None:
-        if not node.is_live:
-            return
-        heaviest, above = self._heaviest, node.parent
-        # A node that was split meanwhile hangs on one that the walk has not met.
-        while above is not None and not heaviest.is_open(above):
-            above = above.parent
-        if above is None and not heaviest.is_open(node.namespace):
-            heaviest.add(node.namespace, None, self._numbers(node.namespace))
-        heaviest.add(node, above if above is not None else node.namespace, self._numbers(node))
-
-    def _numbers(self, key: Key) -> list[int]:
-        """Of one by itself: bytes, prefixes and leases, then bytes by tier."""
-        numbers = [0] * (3 + len(self._tiers))
-        if isinstance(key, Node):
-            size_bytes = key.num_pages * self._cache.layout.page_bytes
-            numbers[:3] = size_bytes, 1, key.num_leases
-            for index, tier in enumerate(self._tiers, 3):
-                if key.residency(tier) is Residency.RESIDENT:
-                    numbers[index] = size_bytes
-                    break
-        return numbers
-
-    def sizes(self, branch: Branch[Key]) -> dict[str, Any]:
-        """Of a branch and all below it, and of what is not shown there."""
-        more = self._sizes(branch.hidden) if branch.hidden is not None else None
-        return {"total": self._sizes(branch.total), "more": more}
-
-    def _sizes(self, numbers: list[int]) -> dict[str, Any]:
-        size_bytes, num_prefixes, num_leases, *by_tier = numbers
-        return {
-            "bytes": size_bytes, "prefixes": num_prefixes, "leases": num_leases,
-            "tiers": {str(tier): count for tier, count in zip(self._tiers, by_tier, strict=True) if count},
-        }  # fmt: skip
-
-
-class _Names:
-    """Numbers by which a page can say what it means. A number is never given again."""
-
-    def __init__(self) -> None:
-        self._by_key: Final[dict[Key, int]] = {None: TOP}
-        self._by_number: Final[dict[int, Key]] = {TOP: None}
-        self._next = TOP + 1
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_number
-
-    def number(self, key: Key) -> int:
-        number = self._by_key.get(key)
-        if number is None:
-            number, self._next = self._next, self._next + 1
-            self._by_key[key], self._by_number[number] = number, key
-        return number
-
-    def key(self, number: int) -> Key:
-        """Raises `BadRequest`."""
-        if number not in self._by_number:
-            raise BadRequest("id", f"{number} is not shown any more")
-        return self._by_number[number]
-
-    def keep(self, keys: set[Key]) -> None:
-        """Forget all others, but for the top."""
-        for key in [key for key in self._by_key if key is not None and key not in keys]:
-            del self._by_number[self._by_key.pop(key)]
-
-
-def _nodes_below(tree: HiRadixTree, key: Key) -> Iterator[Node]:
-    """All nodes below, parents first. The tree may change between two of them."""
-    if isinstance(key, Node):
-        stack = [Siblings(key)]
-        while stack:
-            node = stack[-1].next()
-            if node is None:
-                stack.pop()
-            else:
-                yield node
-                stack.append(Siblings(node))
-        return
-    for batch in tree.walk(batch=STEP):
-        yield from [info.node for info in batch if key is None or info.namespace == key]
 
 
 def _above(key: Key) -> list[Key]:

@@ -1,11 +1,20 @@
 """The largest branches of a tree: compared with all of them, which a model sorts."""
 
+import asyncio
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.clock import ManualClock
+from hicache.node import Node
+from hicache.service.dashboard import walk
 from hicache.service.dashboard.heaviest import Branch, Heaviest
+from hicache.service.dashboard.pace import Pace
+from hicache.service.dashboard.walk import Key, View
+from hicache.tier import HOST, NVME
+from tests.hicache.trees import World
 
 Tree = list[tuple[int, int]]
 """For each branch, which comes after the one it hangs on: that one's number, or -1 for the top, and its own weight."""
@@ -80,3 +89,80 @@ def test_a_wide_tree_of_equal_branches_is_held_in_little_memory() -> None:
     top = heaviest.finish()
     assert [branch.key for branch in top.children] == list(range(10))
     assert top.hidden == [7 * 4_990]
+
+
+PAGE_BYTES = 10
+
+
+def look(view: View) -> Branch[Key]:
+    """One look, of one step of the walk."""
+    clock = ManualClock()
+    asyncio.run(view.go_on(Pace(clock), until=clock.monotonic()))
+    return view.top
+
+
+def nodes_of(branch: Branch[Key]) -> dict[Key, int]:
+    """All branches with the bytes of each and what hangs on it."""
+    found = {branch.key: branch.total[0]}
+    for child in branch.children:
+        found |= nodes_of(child)
+    return found
+
+
+@given(st.data())
+def test_a_tree_that_changes_under_the_walk(data: st.DataObject) -> None:
+    """Pages come and go between the steps: no step fails, and a walk that nothing disturbs finds what is there."""
+    world = World(page_size=1, tiers=(HOST, NVME))
+    prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "STEP", 1)
+        view = View(world.tree, ManualClock(), None, page_bytes=PAGE_BYTES)
+        for _ in range(data.draw(st.integers(0, 20))):
+            prompt = data.draw(prompts)
+            if data.draw(st.booleans()):
+                world.insert(prompt, data.draw(st.sampled_from([HOST, NVME])))
+            else:
+                world.tree.remove(world.namespace, prompt, first_page=data.draw(st.integers(0, len(prompt) - 1)))
+            look(view)
+        view.is_whole = False
+        while not view.is_whole:  # the walk that was under way
+            look(view)
+        view.is_whole = False
+        while not view.is_whole:
+            top = look(view)
+        infos = [info for batch in world.tree.walk() for info in batch]
+        assert top.total[:3] == [PAGE_BYTES * sum([info.num_pages for info in infos]), len(infos), 0]
+        found = nodes_of(top)
+        assert {key for key in found if isinstance(key, Node)} == {info.node for info in infos}
+        assert top.hidden is None
+
+
+def test_from_one_prefix_only_what_is_below_it_is_seen() -> None:
+    world = World(page_size=1, tiers=(HOST, NVME))
+    for tail in ([3], [4, 5]):
+        node = world.insert([1, 2, *tail]).node
+    world.insert([7, 8, 9])
+    above = node.parent
+    assert above is not None
+    top = look(View(world.tree, ManualClock(), above, page_bytes=PAGE_BYTES))
+    assert top.total[:2] == [5 * PAGE_BYTES, 3]
+    assert set(nodes_of(top)) == {above, *above.children}
+    of_namespace = look(View(world.tree, ManualClock(), world.namespace.digest, page_bytes=PAGE_BYTES))
+    assert of_namespace.total[:2] == [8 * PAGE_BYTES, 4]
+
+
+def test_a_prefix_that_leaves_while_it_is_looked_at() -> None:
+    world = World(page_size=1, tiers=(HOST, NVME))
+    for tail in range(10):
+        node = world.insert([1, 2, tail]).node
+    above = node.parent
+    assert above is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "STEP", 1)
+        view = View(world.tree, ManualClock(), above, page_bytes=PAGE_BYTES)
+        look(view)
+        world.tree.remove(world.namespace, [1, 2], first_page=0)
+        world.insert([1, 2, 3])
+        while not view.is_whole:
+            look(view)
+    assert world.tree.current(above) is None

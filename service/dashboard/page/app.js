@@ -7,6 +7,10 @@ import { element, named, plural, seconds, short, whole } from "./format.js";
 import { Icicle } from "./icicle.js";
 
 const EVERY_MS = 2000;
+/** While the server has not walked through all of the tree yet. */
+const SOON_MS = 100;
+/** A picture that is older is told to be. */
+const OLD_S = 10;
 const find = (id) => document.getElementById(id);
 
 const cards = new Cards();
@@ -24,16 +28,18 @@ async function turn() {
   clearTimeout(timer);
   underWay?.abort();
   const mine = (underWay = new AbortController());
-  const isSpanOf = document.querySelector("[name=span]:checked").value;
+  let wait = EVERY_MS;
+  const span = document.querySelector("[name=span]:checked").value;
   try {
     const [now, picture] = await Promise.all([
-      ask("now", { span: isSpanOf, first: cards.nextRow(isSpanOf) }, mine.signal),
+      ask("now", { span: span, first: cards.nextRow(span) }, mine.signal),
       ask("tree", { focus }, mine.signal),
     ]);
     if (mine.signal.aborted) return;
-    show(now, isSpanOf);
+    show(now, span);
     showTree(picture);
     tell(isPaused ? "paused" : "live");
+    wait = picture.is_whole ? EVERY_MS : SOON_MS;
   } catch (error) {
     if (mine.signal.aborted) return;
     mine.abort();
@@ -41,7 +47,7 @@ async function turn() {
     if (error instanceof Gone && focus !== 0) return zoom(above.pop() ?? 0);
     tell("lost");
   }
-  if (!isPaused && !document.hidden) timer = setTimeout(turn, EVERY_MS);
+  if (!isPaused && !document.hidden) timer = setTimeout(turn, wait);
 }
 
 function zoom(number) {
@@ -85,10 +91,11 @@ function showTree(picture) {
   focus = picture.focus;
   above = picture.path.map((each) => each.id);
   icicle.show(picture);
-  const { seen, of, is_whole: isWhole, branches } = picture;
-  find("progress").textContent = isWhole
-    ? `${plural(branches.filter((each) => each.kind === "prefix").length, "prefix", "prefixes")} of ${whole(of)}`
-    : `looked at ${whole(seen)} of ${whole(of)} prefixes`;
+  const { of, is_whole: isWhole, as_of_s: age, branches } = picture;
+  const known = plural(branches.filter((each) => each.kind === "prefix").length, "prefix", "prefixes");
+  find("progress").textContent = !isWhole
+    ? `looked at ${whole(branches[0].total.prefixes)} of ${whole(of)} prefixes`
+    : `${known} of ${whole(of)}` + (age > OLD_S ? `, as of ${seconds(age)} ago` : "");
   const here = branches[0];
   const crumbs = picture.path.map(({ id, label }) => element("li", {}, element("button", { onclick: () => zoom(id) }, label)));
   find("path").replaceChildren(...crumbs, element("li", { "aria-current": "location" }, here.label));

@@ -1,0 +1,122 @@
+"""One walk after the other through what lies below one branch of a cache's tree, a moment at a time."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from hicache.clock import Clock
+from hicache.node import Node
+from hicache.residency import Residency
+from hicache.service.dashboard.heaviest import Branch, Heaviest
+from hicache.service.dashboard.pace import Pace
+from hicache.tree import HiRadixTree
+from hicache.walking import Siblings
+
+MAX_BRANCHES: Final = 1_000
+"""Branches of one picture."""
+MAX_DEPTH: Final = 16
+"""Levels of one picture below its focus."""
+STEP: Final = 32
+"""Prefixes that are looked at before the clock is."""
+
+Key = Node | bytes | None
+"""A prefix, a namespace by its digest, or all of them."""
+
+
+class View:
+    """The tree from one place, and the walk that renews the picture."""
+
+    def __init__(self, tree: HiRadixTree, clock: Clock, key: Key, *, page_bytes: int) -> None:
+        self.key: Final = key
+        self.is_whole = False
+        self.shown: list[Key] = [key]
+        """What the last picture shows."""
+        self.as_of = 0.0
+        """When the walk began whose picture is shown, monotonic seconds."""
+        self._tree: Final = tree
+        self._clock: Final = clock
+        self._tiers: Final = [*tree.tiers]
+        self._page_bytes: Final = page_bytes
+        self._finished: Branch[Key] | None = None
+        self._begin()
+        self.as_of = self._began
+
+    def _begin(self) -> None:
+        self._began = self._clock.monotonic()
+        self._nodes: Iterator[Node] = _nodes_below(self._tree, self.key)
+        self._heaviest: Heaviest[Key] = Heaviest(
+            self.key, self._numbers(self.key), limit=MAX_BRANCHES, max_depth=MAX_DEPTH
+        )
+
+    @property
+    def top(self) -> Branch[Key]:
+        """What was found: by the last walk that has come to its end, or by the first one so far."""
+        return self._finished if self._finished is not None else self._heaviest.top()
+
+    async def go_on(self, pace: Pace, until: float) -> None:
+        """Walk on to the end, or until then, monotonic seconds."""
+        while True:
+            for _ in range(STEP):
+                node = next(self._nodes, None)
+                if node is None:
+                    self._finished = self._heaviest.finish()
+                    self.is_whole, self.as_of = True, self._began
+                    self._begin()
+                    return
+                self._meet(node)
+            await pace.rest()
+            if self._clock.monotonic() >= until:
+                return
+
+    def _meet(self, node: Node) -> None:
+        if not node.is_live:
+            return
+        heaviest, above = self._heaviest, node.parent
+        # A node that was split meanwhile hangs on one that the walk has not met.
+        while above is not None and not heaviest.is_open(above):
+            above = above.parent
+        hangs_on: Key = above if above is not None else node.namespace
+        if not heaviest.is_open(hangs_on):
+            if self.key is not None:
+                return  # what the walk began at has left
+            heaviest.add(hangs_on, None, self._numbers(hangs_on))
+        heaviest.add(node, hangs_on, self._numbers(node))
+
+    def _numbers(self, key: Key) -> list[int]:
+        """Of one by itself: bytes, prefixes and leases, then bytes by tier."""
+        numbers = [0] * (3 + len(self._tiers))
+        if isinstance(key, Node):
+            size_bytes = key.num_pages * self._page_bytes
+            numbers[:3] = size_bytes, 1, key.num_leases
+            for index, tier in enumerate(self._tiers, 3):
+                if key.residency(tier) is Residency.RESIDENT:
+                    numbers[index] = size_bytes
+                    break
+        return numbers
+
+    def sizes(self, branch: Branch[Key]) -> dict[str, Any]:
+        """Of a branch and all below it, and of what is not shown there."""
+        more = self._sizes(branch.hidden) if branch.hidden is not None else None
+        return {"total": self._sizes(branch.total), "more": more}
+
+    def _sizes(self, numbers: list[int]) -> dict[str, Any]:
+        size_bytes, num_prefixes, num_leases, *by_tier = numbers
+        return {
+            "bytes": size_bytes, "prefixes": num_prefixes, "leases": num_leases,
+            "tiers": {str(tier): count for tier, count in zip(self._tiers, by_tier, strict=True) if count},
+        }  # fmt: skip
+
+
+def _nodes_below(tree: HiRadixTree, key: Key) -> Iterator[Node]:
+    """All nodes below, parents first. The tree may change between two of them."""
+    if isinstance(key, Node):
+        stack = [Siblings(key)]
+        while stack:
+            node = stack[-1].next()
+            if node is None:
+                stack.pop()
+            else:
+                yield node
+                stack.append(Siblings(node))
+        return
+    for batch in tree.walk(batch=STEP):
+        yield from [info.node for info in batch if key is None or info.namespace == key]
