@@ -15,14 +15,11 @@ import sys
 import time
 from typing import Any
 
-os.environ.update({
-    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-})  # fmt: skip
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+from hicache.tools.bench.engine_process import ENVIRONMENT, count_scheduled, llm_arguments
 
 
 def main() -> None:
+    os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     asked: dict[str, Any] = json.loads(sys.stdin.readline())
@@ -32,30 +29,9 @@ def main() -> None:
         answers.flush()
 
     from vllm import LLM, SamplingParams
-    from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduled = [0]
-    plain = Scheduler.schedule
-
-    def counted(self: Any, *args: Any, **more: Any) -> Any:
-        output = plain(self, *args, **more)
-        scheduled[0] += output.total_num_scheduled_tokens
-        return output
-
-    # What the engine computes, not what its statistics say that it did not.
-    Scheduler.schedule = counted
-    arguments: dict[str, Any] = {
-        "dtype": "float32", "block_size": 32, "enforce_eager": True, "seed": 0, "skip_tokenizer_init": True,
-        "distributed_executor_backend": "uni", "max_model_len": 4096, **asked.get("llm", {}),
-    }  # fmt: skip
-    if asked["config"] is not None:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "HicacheConnector",
-            "kv_connector_module_path": "hicache.service.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": asked["config"],
-        }
-    llm = LLM(model=asked["model"], **arguments)
+    scheduled = count_scheduled()
+    llm = LLM(model=asked["model"], **{**llm_arguments(asked["config"]), **asked["llm"]})
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["new_tokens"], ignore_eos=True, detokenize=False)
     answer({"ready": True})
     for line in sys.stdin:

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from hicache.tools.bench import engine_models, engine_process
 from tests.repository import ROOT
 
 PYTHON: Final = Path(os.environ.get("HICACHE_ENGINES_PYTHON", ROOT / ".venv-engines" / "bin" / "python"))
-BLOCK: Final = 32
-"""Tokens of a block, the least that vLLM takes on a CPU."""
+BLOCK: Final = engine_process.BLOCK
+VOCABULARY: Final = engine_models.VOCABULARY
 NEW_TOKENS: Final = 8
 SHAPE: Final = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": '"float32"', "page_size": BLOCK}
 """The layout of the small model, as the sidecar is told it."""
 PAGE_BYTES: Final = 2 * 4 * 2 * 32 * 4 * BLOCK
-VOCABULARY: Final = 512
 START_S: Final = 180.0
 
 Tokens = list[int]
@@ -107,22 +107,6 @@ def engine(
             raise
         finally:
             process.stdout.close()
-
-
-def make_model(directory: Path, *, seed: int = 3, **more: Any) -> Path:
-    """A small Llama with random weights, in float32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # its thread would outlive the test
-    torch.manual_seed(seed)  # made in torch's own default, which is float32
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, **more,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 def conversation_prompts(num_prompts: int, seed: int) -> list[Tokens]:

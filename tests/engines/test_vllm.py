@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from hicache.tools.bench.engine_models import make_tiny
 from tests.engines.running import (
     NEW_TOKENS,
     PAGE_BYTES,
@@ -19,7 +20,6 @@ from tests.engines.running import (
     Tokens,
     conversation_prompts,
     engine,
-    make_model,
 )
 from tests.service.serving import ServerProcess, ThreadServer
 
@@ -31,7 +31,7 @@ OWN_CACHE_OFF: Final[dict[str, Any]] = {"enable_prefix_caching": False}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_other_weights_under_the_same_name_are_another_model(
     directory = tmp_path / "model"
     answers = []
     for seed in (3, 4):
-        make_model(directory, seed=seed)
+        make_tiny(directory, seed=seed)
         for config in (None, settings(sidecar)):
             with engine(directory, tmp_path, config, **OWN_CACHE_OFF) as running:
                 answers.append(running.ask(prompts[:3]))

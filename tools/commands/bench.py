@@ -97,6 +97,14 @@ def _cli(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
     return lambda report, note: cli.run(report, note, args.dir, divisor=args.scale)
 
 
+def _engine(args: argparse.Namespace) -> "Callable[[Report, Note], None]":
+    from hicache.tools.bench import engine
+
+    plan = engine.Plan(args.dir, args.python, args.scale)
+    engine.check(plan)
+    return lambda report, note: engine.run(report, note, plan)
+
+
 BENCHES: Final = {
     "tree": Bench("match, insert and eviction in the HiRadixTree", _tree),
     "movers": Bench("copies that hide behind computing, are asked for early, and are given up", _movers),
@@ -106,6 +114,7 @@ BENCHES: Final = {
     "attention": Bench("attention over a context larger than its device tier, and over some of its pages", _attention),
     "service": Bench("what the sidecar costs beside a bare gRPC echo, and beside memcpy", _service),
     "cli": Bench("what starting a command costs beside a bare interpreter", _cli),
+    "engine": Bench("what a real vLLM gains by the sidecar, and what it costs where nothing is reused", _engine),
     "codec": Bench("codecs on real KV: how small, how exact, how fast, and when they pay", _codec),
 }
 
@@ -122,6 +131,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(tempfile.gettempdir()),
                         help="measure the file system of DIR; nothing stays there (default %(default)s)")  # fmt: skip
     parser.add_argument("--traces", type=Path, metavar="DIR", help="policy: the directory of the traces to replay")
+    parser.add_argument("--python", type=Path, metavar="FILE", default=Path(sys.executable),
+                        help="engine: the interpreter that has vLLM and hicache (default: this one)")  # fmt: skip
     parser.add_argument("--scale", type=int, default=1, metavar="N",
                         help="divide the loads by N, to try the code, not to measure it (default 1)")  # fmt: skip
 
