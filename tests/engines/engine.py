@@ -3,7 +3,9 @@
     first line   {"model": directory, "config": the connector's settings or null, "new_tokens": 8, "llm": arguments of
                   `LLM`}; answered by {"ready": true} when the engine is up
     others       {"prompts": [[token, ...], ...], "together": false}
-                  answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...]}
+                  answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...],
+                  "cached": [tokens of each prompt that vLLM says were cached]}
+                 {"metrics": true}: what vLLM counts, by name, over all labels; needs disable_log_stats = false
                  {"reset": true}: forget what vLLM itself has kept, and what it may load
 
 It is run by the interpreter of the engines' environment, with the repository on its path, and ends with its input.
@@ -39,15 +41,23 @@ def main() -> None:
         if question.get("reset"):
             answer({"reset": bool(llm.reset_prefix_cache(reset_connector=True))})
             continue
-        tokens, computed, seconds = [], [], []
+        if question.get("metrics"):
+            counted: dict[str, float] = {}
+            for metric in llm.get_metrics():
+                if hasattr(metric, "value"):
+                    counted[metric.name] = counted.get(metric.name, 0.0) + metric.value
+            answer({"metrics": counted})
+            continue
+        tokens, computed, seconds, cached = [], [], [], []
         prompts = question["prompts"]
         for batch in [prompts] if question.get("together") else [[each] for each in prompts]:
             before, began = scheduled[0], time.monotonic()
             outputs = llm.generate([{"prompt_token_ids": each} for each in batch], sampling, use_tqdm=False)
             tokens += [list(each.outputs[0].token_ids) for each in outputs]
+            cached += [each.num_cached_tokens for each in outputs]
             computed.append(scheduled[0] - before)
             seconds.append(time.monotonic() - began)
-        answer({"tokens": tokens, "scheduled": computed, "seconds": seconds})
+        answer({"tokens": tokens, "scheduled": computed, "seconds": seconds, "cached": cached})
     llm.llm_engine.engine_core.shutdown()
 
 

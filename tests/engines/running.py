@@ -31,6 +31,8 @@ class Answers(NamedTuple):
     scheduled: list[int]
     """Tokens computed, for each prompt, or for all where they were asked together."""
     seconds: list[float]
+    cached: list[int]
+    """Tokens of each prompt that vLLM says were cached."""
 
 
 class Engine:
@@ -43,11 +45,16 @@ class Engine:
     def ask(self, prompts: Sequence[Tokens], *, together: bool = False) -> Answers:
         """Greedy tokens for each prompt, one after the other or all at once."""
         said = self._say({"prompts": list(prompts), "together": together})
-        return Answers(said["tokens"], said["scheduled"], said["seconds"])
+        return Answers(said["tokens"], said["scheduled"], said["seconds"], said["cached"])
 
     def reset(self) -> bool:
         """Forget what vLLM itself has kept."""
         return bool(self._say({"reset": True})["reset"])
+
+    def metrics(self) -> dict[str, float]:
+        """What vLLM counts, by name, over all labels. It has to be told `disable_log_stats=False`."""
+        counted: dict[str, float] = self._say({"metrics": True})["metrics"]
+        return counted
 
     def log(self) -> str:
         """What it wrote to standard error."""
