@@ -201,14 +201,15 @@ class Step:
         """
         self._cache._built.device.write_tokens(layer, self._slot_mapping, key, value)
 
-    def parts(self, layer: int) -> Iterator[PagedPart]:
+    def parts(self, layer: int, *, placed: bool = False) -> Iterator[PagedPart]:
         """Everything before the new tokens, for one layer. A part is valid until the next one is asked for. In a
-        request begun `by_layer`, waits for that layer of what is on its way to the device.
+        request begun `by_layer`, waits for that layer of what is on its way to the device. `placed`: parts say where in
+        the sequence they are, as attention with a window asks; they are more then.
 
         Raises `CorruptPage` when a page on NVMe is not there whole, `TierUnavailable` when the device fails to read it,
         `DeadlineExceeded` when it does not answer; the step must then be given up.
         """
-        return self._context.parts(layer)
+        return self._context.parts(layer, placed=placed)
 
     def _has_come(self, arrival: Arrival, layer: int) -> bool:
         """Wait for a layer of pages that are on their way to the device."""

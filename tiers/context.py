@@ -8,12 +8,14 @@ other is being filled with what comes next, so that reading hides behind computi
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,8 +23,8 @@ from hicache.arriving import Arrival
 from hicache.errors import BadRequest, CorruptPage, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
-from hicache.sequence import PageRef, StepPlan
-from hicache.tier import DEVICE, HOST, NVME, LayerRead, Outcome, SupportsLayerRead, Ticket
+from hicache.sequence import PageRef, Run, StepPlan
+from hicache.tier import DEVICE, HOST, NVME, LayerRead, Outcome, Slots, SupportsLayerRead, Ticket
 from hicache.tiers.device import DeviceTier
 from hicache.tiers.host import HostTier
 
@@ -33,6 +35,10 @@ READ_TIMEOUT_S: Final = 30.0
 _CUDA_HOST_REGISTER_PORTABLE: Final = 0x01  # pinned for every GPU, not only for the current one
 
 _log = logging.getLogger(__name__)
+
+Pages = npt.NDArray[np.int64]
+"""Which pages of a context, counted from its first, stand in the slots of a table."""
+_PlacedRun = tuple[Run, Pages]
 
 
 class Staging:
@@ -113,40 +119,61 @@ class ContextParts:
         self._host: Final = host
         self._nvme: Final = nvme
         self._staging: Final = staging
-        self._device_table, self._device_tokens = self._device_pages(plan)
+        runs = _placed(plan)
+        self._device_table, self._device_pages, self._device_tokens = self._on_device(plan, runs)
         self._has_come: Final = has_come
-        self._arriving: Final = [(run.arriving, run.slots) for run in plan.runs if run.arriving is not None]
+        self._arriving: Final = [(run.arriving, run.slots, pages) for run, pages in runs if run.arriving is not None]
         self._come = [True] * len(self._arriving)
         """Which of them are read on the device: what did not come in one layer is not waited for in the next."""
         self._arriving_tables = self._tables_of_arriving()
-        self._host_table = _table([run.slots for run in plan.runs if run.tier_id == HOST and run.arriving is None])
-        self._streamed: Final[list[PageRef]] = [ref for run in plan.runs if run.tier_id == NVME for ref in run.refs]
+        in_host = [(run.slots, pages) for run, pages in runs if run.tier_id == HOST and run.arriving is None]
+        self._host_table, self._host_pages = _table(slots for slots, _ in in_host), _joined(in_host)
+        streamed = [(run, pages) for run, pages in runs if run.tier_id == NVME]
+        self._streamed: Final[list[PageRef]] = [ref for run, _ in streamed for ref in run.refs]
+        self._streamed_pages: Final = _joined([(run.slots, pages) for run, pages in streamed])
         if self._streamed and (nvme is None or staging is None):
             raise BadRequest("nvme", "the step has pages on NVMe, but no such tier was given")
         self._batch: _Batch | None = None
 
-    def _device_pages(self, plan: StepPlan) -> tuple[Tensor, int]:
-        slots = [run.slots for run in plan.runs if run.tier_id == DEVICE]
-        num_tokens = sum(len(run) for run in slots) * self._layout.page_size
+    def _on_device(self, plan: StepPlan, runs: list[_PlacedRun]) -> tuple[Tensor, Pages, int]:
+        there = [(run.slots, pages) for run, pages in runs if run.tier_id == DEVICE]
+        num_tokens = sum(len(slots) for slots, _ in there) * self._layout.page_size
         if plan.tail is not None and plan.num_tail_tokens:
             # The tail is the last page, so it alone may be filled in part.
-            slots.append(np.array([plan.tail.slot], np.int32))
+            tail = runs[-1][1][-1:] + 1 if runs else np.zeros(1, np.int64)
+            there.append((np.array([plan.tail.slot], np.int32), tail))
             num_tokens += plan.num_tail_tokens
-        return _table(slots).to(self._device.layer(0).device), num_tokens
+        table = _table(slots for slots, _ in there)
+        return table.to(self._device.layer(0).device), _joined(there), num_tokens
 
-    def parts(self, layer: int) -> Iterator[PagedPart]:
+    def parts(self, layer: int, *, placed: bool = False) -> Iterator[PagedPart]:
         """Everything before the new tokens, for one layer. A part is valid until the next one is asked for.
+
+        `placed`: each part has consecutive tokens and says where in the sequence they are, as a window asks; without,
+        parts are as few as can be.
 
         Waits for NVMe reads. Raises `CorruptPage` when a page is not there whole, `TierUnavailable` when the device
         fails to read it, `DeadlineExceeded` when it does not answer.
         """
+        page_size = self._layout.page_size
+        for part, pages in self._parts(layer):
+            if not placed:
+                yield part
+                continue
+            borders = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+            for begin, end in pairwise(borders):
+                yield replace(part.cut(begin, end), first_position=int(pages[begin]) * page_size)
+
+    def _parts(self, layer: int) -> Iterator[tuple[PagedPart, Pages]]:
+        """The parts, each with which of the context's pages it has."""
         if self._streamed:
             self._begin(layer, 0)
         if self._device_tokens:
-            yield PagedPart(self._device.layer(layer), self._device_table, self._device_tokens)
+            yield PagedPart(self._device.layer(layer), self._device_table, self._device_tokens), self._device_pages
         if len(self._host_table):
             num_tokens = len(self._host_table) * self._layout.page_size
-            yield PagedPart(self._host.layer_view(self._layout, layer), self._host_table, num_tokens)
+            pages = self._host.layer_view(self._layout, layer)
+            yield PagedPart(pages, self._host_table, num_tokens), self._host_pages
         yield from self._arriving_parts(layer)
         first = 0
         while first < len(self._streamed):
@@ -159,31 +186,34 @@ class ContextParts:
                 self._begin(layer + 1, 0)
             assert self._staging is not None
             table = torch.arange(batch.count, dtype=torch.int32)
-            yield PagedPart(self._staging.tensors[batch.buffer], table, batch.count * self._layout.page_size)
+            part = PagedPart(self._staging.tensors[batch.buffer], table, batch.count * self._layout.page_size)
+            yield part, self._streamed_pages[batch.first : batch.first + batch.count]
 
-    def _arriving_parts(self, layer: int) -> Iterator[PagedPart]:
+    def _arriving_parts(self, layer: int) -> Iterator[tuple[PagedPart, Pages]]:
         """What is on its way to the device, once this layer has come: there, or in the host where it does not come."""
         come = list(self._come)
-        for index, (arriving, _) in enumerate(self._arriving):
+        for index, (arriving, _, _) in enumerate(self._arriving):
             if come[index]:
                 has = arriving.arrival.has(layer)
                 come[index] = self._has_come(arriving.arrival, layer) if has is None else has
         if come != self._come:
             self._come = come
             self._arriving_tables = self._tables_of_arriving()
-        on_device, in_host = self._arriving_tables
+        (on_device, device_pages), (in_host, host_pages) = self._arriving_tables
         page_size = self._layout.page_size
         if len(on_device):
-            yield PagedPart(self._device.layer(layer), on_device, len(on_device) * page_size)
+            yield PagedPart(self._device.layer(layer), on_device, len(on_device) * page_size), device_pages
         if len(in_host):
-            yield PagedPart(self._host.layer_view(self._layout, layer), in_host, len(in_host) * page_size)
+            view = self._host.layer_view(self._layout, layer)
+            yield PagedPart(view, in_host, len(in_host) * page_size), host_pages
 
-    def _tables_of_arriving(self) -> tuple[Tensor, Tensor]:
+    def _tables_of_arriving(self) -> tuple[tuple[Tensor, Pages], tuple[Tensor, Pages]]:
         """Pages that are on their way: which slots are read on the device, and which in the host."""
         runs = list(zip(self._arriving, self._come, strict=True))
-        on_device = _table([arriving.slots for (arriving, _), has_come in runs if has_come])
-        in_host = _table([host_slots for (_, host_slots), has_come in runs if not has_come])
-        return on_device.to(self._device.layer(0).device), in_host
+        come = [(arriving.slots, pages) for (arriving, _, pages), has_come in runs if has_come]
+        left = [(host_slots, pages) for (_, host_slots, pages), has_come in runs if not has_come]
+        on_device = _table(slots for slots, _ in come).to(self._device.layer(0).device)
+        return (on_device, _joined(come)), (_table(slots for slots, _ in left), _joined(left))
 
     def close(self) -> None:
         """Wait until no read writes into the staging buffers any more."""
@@ -231,5 +261,15 @@ class _Done:
         return self.outcomes
 
 
-def _table(slots: list[np.ndarray[tuple[int], np.dtype[np.int32]]]) -> Tensor:
+def _placed(plan: StepPlan) -> list[_PlacedRun]:
+    """The runs of a plan, which follow each other, with which of the context's pages each has."""
+    ends = np.cumsum([len(run.slots) for run in plan.runs], dtype=np.int64).tolist()
+    return [(run, np.arange(end - len(run.slots), end)) for run, end in zip(plan.runs, ends, strict=True)]
+
+
+def _table(slots: Iterable[Slots]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, np.int32), *slots]))
+
+
+def _joined(runs: list[tuple[Slots, Pages]]) -> Pages:
+    return np.concatenate([np.empty(0, np.int64), *(pages for _, pages in runs)])

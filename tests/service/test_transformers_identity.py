@@ -71,6 +71,16 @@ def test_positions_are_the_models() -> None:
     assert namespace_of(tiny_model()).positions.scaling == ""
 
 
+def test_positions_may_differ_by_the_kind_of_layer() -> None:
+    model = tiny_model("Gemma3", head_dim=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    positions = namespace_of(model).positions
+    assert positions.base == 1_000_000.0
+    assert positions.scaling == (
+        '{"full_attention": {"rope_theta": 1000000.0, "rope_type": "default"}, '
+        '"sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}'
+    )
+
+
 def test_dtype_page_size_tenant_and_salt_count() -> None:
     model = tiny_model()
     namespaces = [
@@ -95,14 +105,21 @@ def test_the_tokenizer_counts() -> None:
 @pytest.mark.parametrize(
     ("kind", "config", "problem"),
     [
-        ("Mistral", {"sliding_window": 64}, "sliding_window=64"),
-        ("Gemma2", {"head_dim": 16}, "sliding_attention"),
-        ("Gemma2", {"head_dim": 16, "layer_types": ["full_attention"] * 3, "sliding_window": None}, "softcapping"),
+        ("Llama", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("Gemma3", {"head_dim": 16, "use_bidirectional_attention": True}, "causally"),
+        (
+            "Gemma3",
+            {"head_dim": 16, "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }},
+            "'dynamic'",
+        ),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
         ("GPTNeo", {}, "rope"),
         ("DeepseekV3", {"first_k_dense_replace": 3}, "latent"),
     ],
-    ids=["window", "mixed", "softcap", "dynamic_rope", "no_rope", "mla"],
+    ids=["chunked", "both_ways", "dynamic_rope_of_some", "dynamic_rope", "no_rope", "mla"],
 )
 def test_models_that_would_be_served_wrongly_are_refused(kind: str, config: dict[str, Any], problem: str) -> None:
     if kind == "GPTNeo":

@@ -422,7 +422,8 @@ def test_a_prompt_larger_than_host_memory_here_is_loaded_in_part(model: Any, pla
         ("strict", "yes"),
     ],
 )
-def test_bad_settings_are_refused(model: Any, tmp_path: Path, field: str, value: object) -> None:
+def test_bad_settings_are_refused(model: Any, tmp_path: Path, field: str, value: Any) -> None:
+    more: dict[str, Any] = {"strict": True, field: value}
     with pytest.raises(BadRequest) as refusal:
-        connect(layout_of(model, page_size=PAGE_SIZE), str(tmp_path), **{"strict": True, field: value})
+        connect(layout_of(model, page_size=PAGE_SIZE), str(tmp_path), **more)
     assert refusal.value.field == field

@@ -49,7 +49,7 @@ def tiny_model(kind: str = "Llama", *, num_heads: int = 6, num_kv_heads: int = 2
         "eos_token_id": None,
     } | config
     model_class = getattr(transformers, f"{kind}ForCausalLM")
-    return model_class(getattr(transformers, f"{kind}Config")(**config)).eval()
+    return model_class(model_class.config_class(**config)).eval()
 
 
 def tiny_tokenizer(vocabulary: dict[str, int]) -> Any:

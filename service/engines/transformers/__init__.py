@@ -12,7 +12,8 @@ that use no request's cache run as they did before.
 """
 
 from hicache.service.engines.transformers.engine import TransformersEngine
+from hicache.service.engines.transformers.generating import Generation
 from hicache.service.engines.transformers.identity import layout_of, namespace_of
-from hicache.service.engines.transformers.request import Generation, Request
+from hicache.service.engines.transformers.request import Request
 
 __all__ = ["TransformersEngine", "Request", "Generation", "layout_of", "namespace_of"]

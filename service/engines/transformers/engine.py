@@ -21,8 +21,10 @@ from hicache.kernels.remote_speeds import measure_speeds
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.service.engines.transformers import forward
-from hicache.service.engines.transformers.identity import layout_of, namespace_of, weights_fingerprint
-from hicache.service.engines.transformers.request import Request, RequestCache, token_ids
+from hicache.service.engines.transformers.identity import layout_of, namespace_of, weights_fingerprint, windows_of
+from hicache.service.engines.transformers.request import Request
+from hicache.service.engines.transformers.request_cache import RequestCache
+from hicache.service.engines.transformers.token_ids import token_ids
 
 if TYPE_CHECKING:
     from hicache.service.compose import HiCache
@@ -77,6 +79,8 @@ class TransformersEngine:
         """Everything beside tokens that pages of this model are stored under."""
         self.chunk_size: Final = chunk_size or _default_chunk_size(cache)
         self.vocab_size: Final[int] = model.config.vocab_size
+        self.windows: Final = windows_of(model)
+        """For each layer how many tokens a query sees, None for all."""
         self._parameters = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
         self._fingerprint = weights_fingerprint(model)
         self.is_attached = False
@@ -158,17 +162,9 @@ class TransformersEngine:
         if not isinstance(cache, RequestCache):
             with forward.running(None):
                 return original(*args, **kwargs)
-        request = cache.request
-        if request.engine is not self:
+        if cache.owner.engine is not self:
             raise BadRequest("cache", "belongs to a request of another engine")
-        try:
-            with forward.running(request.begin(arguments)):
-                result = original(*args, **kwargs)
-            request.commit(getattr(result, "logits", None))
-        except BaseException as error:
-            request.discard(error)
-            raise
-        return result
+        return cache.owner.run(original, args, kwargs, arguments)
 
 
 def _wrapped(original: Callable[..., Any], engine: TransformersEngine) -> types.MethodType:

@@ -25,7 +25,8 @@ ROPE_TYPES: Final = frozenset({"default", "linear", "yarn", "llama3"})
 """Rope rules whose rotation of a token depends on its position alone. "dynamic" and "longrope" are not here: they
 rotate by the length of the whole input, so a page would be right for one length only."""
 
-_OTHER_ATTENTION: Final = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "kv_sharing_modes")
+_OTHER_ATTENTION: Final = ("attention_chunk_size", "kv_sharing_modes", "num_kv_shared_layers")
+_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
 _NOT_IDENTITY: Final = frozenset({
     "transformers_version", "architectures", "dtype", "return_dict", "use_cache", "output_attentions",
     "output_hidden_states", "id2label", "label2id", "problem_type", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -115,6 +116,15 @@ def weights_fingerprint(model: PreTrainedModel) -> _Fingerprint:
     return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in _weights(model))
 
 
+def windows_of(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """For each layer how many tokens a query sees, its own included; None for all before it. Pages have all tokens of
+    all layers, whatever a layer sees."""
+    config = _text_config(model)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse a model that hicache would serve wrongly, with a `BadRequest` for `model` that says why."""
     config = model.config
@@ -123,19 +133,18 @@ def check_supported(model: PreTrainedModel) -> None:
         raise BadRequest("model", "is not a decoder-only language model")
     if text is not config:
         raise BadRequest("model", "takes more than text: placeholder tokens do not say which KV stands behind them")
-    if not getattr(text, "is_causal", True):
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
         raise BadRequest("model", "does not attend causally")
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise BadRequest("model", "has adapters; merge them into the weights first")
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise BadRequest("model", f"has layers of {', '.join(sorted(kinds - {'full_attention'}))}; full attention only")
+    if getattr(text, "_heterogeneity_spec", None) is not None:
+        raise BadRequest("model", "is configured layer by layer, which is not supported")
+    others = set(getattr(text, "layer_types", None) or _LAYERS) - _LAYERS
+    if others:
+        raise BadRequest("model", f"has layers of {', '.join(sorted(others))}; full and sliding attention only")
     for name in _OTHER_ATTENTION:
-        # Qwen configurations carry a window that they say is not used; then every layer is full attention.
-        if getattr(text, name, None) is not None and not (
-            name == "sliding_window" and getattr(text, "use_sliding_window", True) is False
-        ):
-            raise BadRequest("model", f"attends with {name}={getattr(text, name)!r}; full attention only")
+        if getattr(text, name, None):
+            raise BadRequest("model", f"attends with {name}={getattr(text, name)!r}, which is not supported")
     if getattr(text, "kv_lora_rank", None) is not None:
         raise BadRequest("model", "stores latent KV (MLA); keys and values only")
     _positions(model)
@@ -149,12 +158,21 @@ def check_supported(model: PreTrainedModel) -> None:
 
 def _positions(model: PreTrainedModel) -> PositionScheme:
     rope = getattr(_text_config(model), "rope_parameters", None)
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
-        raise BadRequest("model", "has no single set of rope parameters; other position schemes are not supported")
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise BadRequest("model", f"rotates by rope type {rope_type!r}; supported are {', '.join(sorted(ROPE_TYPES))}")
+    if not isinstance(rope, dict):
+        raise BadRequest("model", "has no rope parameters; other position schemes are not supported")
+    # One set for all layers, or one for each kind of layer.
+    by_kind = {kind: each for kind, each in rope.items() if kind in _LAYERS}
+    for each in by_kind.values() if by_kind else (rope,):
+        if not isinstance(each, dict) or "rope_theta" not in each:
+            raise BadRequest("model", "has rope parameters without a theta; other position schemes are not supported")
+        if each.get("rope_type", "default") not in ROPE_TYPES:
+            supported = ", ".join(sorted(ROPE_TYPES))
+            raise BadRequest("model", f"rotates by rope type {each['rope_type']!r}; supported are {supported}")
+    if by_kind:
+        full = by_kind.get("full_attention") or next(iter(by_kind.values()))
+        return PositionScheme(base=float(full["rope_theta"]), scaling=json.dumps(by_kind, sort_keys=True))
     rest = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
+    rope_type = rope.get("rope_type", "default")
     plain = rope_type == "default" and not rest
     scaling = "" if plain else json.dumps({"rope_type": rope_type, **rest}, sort_keys=True)
     return PositionScheme(base=float(rope["rope_theta"]), scaling=scaling)
