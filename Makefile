@@ -34,11 +34,11 @@ demo: $(READY) ## show hicache doing its job on a real model and real documents
 
 .PHONY: test
 test: $(READY) ## run the tests and the examples in the docstrings
-	$(PYTEST) -m "not gpu and not engines and not faults" -n $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST) -m "not gpu and not engines and not browser and not faults" -n $(TEST_PROCESSES) --dist loadfile
 
 .PHONY: faults
 faults: $(READY) ## run the tests that inject faults into files, devices and processes
-	$(PYTEST) -m "faults and not gpu and not engines"
+	$(PYTEST) -m "faults and not gpu and not engines and not browser"
 
 # Engines have an environment of their own: they pin what hicache leaves open.
 ENGINES := .venv-engines
@@ -61,6 +61,17 @@ $(ENGINES)/.ready: tests/engines/requirements.txt tests/engines/sglang.txt const
 		--target $(ENGINES)/sglang -r tests/engines/sglang.txt | $(PROGRESS)
 	@touch $@
 
+# Where root runs it on Debian, the browser is installed; anybody else is told.
+INSTALL_CHROMIUM = { { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; } \
+	  || { echo "hicache: chromium is not installed; on Debian: apt install chromium" >&2; exit 1; }; \
+	echo "hicache: installing chromium"; apt-get update -qq \
+	  && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
+
+.PHONY: browser
+browser: $(READY) ## look at the page of `hicache serve --http` in a real Chromium
+	@command -v "$${HICACHE_CHROMIUM:-chromium}" >/dev/null || $(INSTALL_CHROMIUM)
+	$(PYTEST) -m browser tests/browser
+
 .PHONY: check
 check: $(READY) ## lint and type-check
 	$(BIN)/ruff check .
@@ -80,7 +91,7 @@ bench: $(READY) ## run the demo and keep its figures in bench.json
 
 .PHONY: soak
 soak: $(READY) ## run the random tests with many more and ever new examples (three hours and more)
-	HICACHE_SOAK=1 $(PYTEST) -m "not gpu and not engines" --timeout 7200 -o faulthandler_timeout=7260
+	HICACHE_SOAK=1 $(PYTEST) -m "not gpu and not engines and not browser" --timeout 7200 -o faulthandler_timeout=7260
 
 .PHONY: clean
 clean: ## remove .venv and everything that tools have left behind

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from hicache.errors import BadRequest
+from hicache.errors import NotResident
 from hicache.service.dashboard.walk import Key
 
 TOP: Final = 0
@@ -28,9 +28,9 @@ class Names:
         return number
 
     def key(self, number: int) -> Key:
-        """Raises `BadRequest`."""
+        """Raises `NotResident` for a number that is not known, or not any more."""
         if number not in self._by_number:
-            raise BadRequest("id", f"{number} is not shown any more")
+            raise NotResident("the page", f"branch {number}")
         return self._by_number[number]
 
     def keep(self, keys: set[Key]) -> None:

@@ -105,7 +105,8 @@ class Dashboard:
             except BadRequest as error:
                 return _told("400 Bad Request", str(error))
             except NotResident as error:
-                return _told("410 Gone", str(error))
+                # No error, so that no browser calls it one: that something leaves the cache is what caches are for.
+                told = {"gone": str(error)}
             # A large picture takes a while to write down: in a thread, so that others run meanwhile.
             body = await wrap(_written)(told)
             return Response("200 OK", body, "application/json", _HEADERS)

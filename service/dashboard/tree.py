@@ -58,8 +58,7 @@ class TreeView:
     async def picture(self, focus: int) -> dict[str, Any]:
         """The largest branches below one that an earlier picture has shown, or below `TOP`.
 
-        Waits for at most about `LOOK_S`. Raises `BadRequest` for a number that was never shown or is forgotten, and
-        `NotResident` for a prefix that has left the cache.
+        Waits for at most about `LOOK_S`. Raises `NotResident` for one that has left the cache or is shown no more.
         """
         key = self._find(focus)
         focus = self._names.number(key)
@@ -74,7 +73,7 @@ class TreeView:
         pace = Pace(self._cache.clock)
         await self._walk(view, pace)
         if self._find(focus) is not key:
-            raise NotResident("cache", f"prefix {focus}")
+            raise NotResident("the cache", f"branch {focus}")
         return await self._drawn(focus, view, pace)
 
     async def _walk(self, view: View, pace: Pace) -> None:
@@ -93,7 +92,8 @@ class TreeView:
     def prefix(self, number: int) -> dict[str, Any]:
         """All about one prefix that a picture has shown: "namespace" and what is known of it, "first_token", "tokens",
         "ids" (the first `SHOWN_TOKENS`), "text" (of these; null without a tokenizer), "bytes", "residency", "age_s",
-        "leases", "priority", "retained_s", "published". Does not wait; raises as `picture` does."""
+        "leases", "priority", "retained_s", "published". Does not wait; raises as `picture` does, and
+        `BadRequest` for what is no prefix."""
         node = self._find(number)
         if not isinstance(node, Node):
             raise BadRequest("id", f"{number} is no prefix")
@@ -119,13 +119,14 @@ class TreeView:
         }
 
     def _find(self, number: int) -> Key:
-        key = self._names.key(number)
-        if not isinstance(key, Node):
-            return key
-        node = self._cache.tree.current(key)
-        if node is None:
-            raise NotResident("cache", f"prefix {number}")
-        return node
+        key, tree = self._names.key(number), self._cache.tree
+        if isinstance(key, Node):
+            found: Key = tree.current(key)
+        else:
+            found = key if key is None or tree.namespace_of(key) is not None else None
+        if found is None and key is not None:
+            raise NotResident("the cache", f"branch {number}")
+        return found
 
     async def _drawn(self, focus: int, view: View, pace: Pace) -> dict[str, Any]:
         path, tree = _above(view.key), self._cache.tree

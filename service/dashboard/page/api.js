@@ -27,7 +27,8 @@ export async function ask(what, parameters, signal) {
   const headers = { Authorization: `Bearer ${encodeURIComponent(token)}` };
   const reply = await fetch(`data/${what}?${new URLSearchParams(parameters)}`, { headers, signal });
   if (reply.status === 401) throw new Refused();
-  if (reply.status === 410 || reply.status === 400) throw new Gone(await reply.text());
   if (!reply.ok) throw new Error(await reply.text());
-  return reply.json();
+  const told = await reply.json();
+  if ("gone" in told) throw new Gone(told.gone);
+  return told;
 }

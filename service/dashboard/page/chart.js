@@ -50,8 +50,8 @@ export class Chart {
     const width = this.#host.clientWidth;
     const [first, last] = [this.#times[0], this.#times.at(-1)];
     this.#svg.replaceChildren();
-    if (width < LEFT + 20 || !(last > first)) return;
     this.#svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    if (!(last > first)) return this.#text("The curves begin in a moment.", width / 2, HEIGHT / 2, "middle");
     const layers = this.#layers();
     const most = this.#form.nice(Math.max(0, ...layers.flatMap((layer) => layer.tops)));
     const x = (time) => LEFT + ((time - first) / (last - first)) * (width - LEFT - 2);
@@ -70,7 +70,8 @@ export class Chart {
           const back = run.toReversed().map((i) => `${x(this.#times[i]).toFixed(1)},${y(bottoms[i]).toFixed(1)}`);
           this.#add("path", { class: `area ${colour}`, d: `M${[...line, ...back].join("L")}Z` });
         }
-        this.#add("path", { class: `line ${colour}`, d: `M${line.join("L")}` });
+        // Of a single point the round end of the line is seen.
+        this.#add("path", { class: `line ${colour}`, d: `M${line.join("L")}h0` });
       }
     }
     if (this.#chosen !== null && this.#chosen < this.#times.length) {
