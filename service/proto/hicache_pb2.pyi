@@ -623,20 +623,22 @@ class RecordReply(_message.Message):
     def __init__(self, asked: _Optional[_Iterable[_Union[AskedPrompt, _Mapping]]] = ..., num_dropped: _Optional[int] = ..., walk: _Optional[int] = ...) -> None: ...
 
 class AskedPrompt(_message.Message):
-    __slots__ = ("at_us", "session", "is_acquire", "namespace", "tokens", "runs")
+    __slots__ = ("at_us", "session", "is_acquire", "namespace", "tokens", "runs", "first_page")
     AT_US_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IS_ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     at_us: int
     session: int
     is_acquire: bool
     namespace: bytes
     tokens: bytes
     runs: _containers.RepeatedCompositeFieldContainer[Run]
-    def __init__(self, at_us: _Optional[int] = ..., session: _Optional[int] = ..., is_acquire: _Optional[bool] = ..., namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+    first_page: int
+    def __init__(self, at_us: _Optional[int] = ..., session: _Optional[int] = ..., is_acquire: _Optional[bool] = ..., namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., first_page: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("within_ms",)

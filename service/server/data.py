@@ -119,7 +119,7 @@ class DataCalls:
         theirs = self._published(call.session, request.prefix, match) if self._cache.tree.num_publications else None
         coverage = self._cache.coverage(match if theirs is None else theirs)
         if self._recording.is_on:
-            self._record(call.session, request.prefix, coverage, is_acquire=False)
+            self._record(call.session, request.prefix, coverage, None)
         if theirs is not None:
             return pb.LookupReply(num_tokens=coverage.num_tokens, runs=runs_of(coverage))
         return pb.LookupReply(
@@ -129,11 +129,11 @@ class DataCalls:
             handle=self._handle(call.session, request.prefix.namespace_id, match),
         )
 
-    def _record(self, session: Session, prefix: pb.Prefix, coverage: Coverage, *, is_acquire: bool) -> None:
+    def _record(self, session: Session, prefix: pb.Prefix, coverage: Coverage, first_page: int | None) -> None:
         """Tell who records. Parallel ranks ask for one prompt together: the first one's asking counts."""
         if session.registered(prefix.namespace_id).rank == 0:
             namespace, tokens = self._sessions.names.resolve(session, prefix)
-            self._recording.note(session, namespace, tokens, runs_of(coverage), is_acquire=is_acquire)
+            self._recording.note(session, namespace, tokens, runs_of(coverage), first_page)
 
     def _published(self, session: Session, prefix: pb.Prefix, own: Match) -> Match | None:
         """What another tenant has published of a prefix, if that is more than the session's tenant has. Parallel ranks
@@ -165,7 +165,7 @@ class DataCalls:
         coverage = cache.coverage(match)
         self._count(tokens, coverage)
         if self._recording.is_on:
-            self._record(session, request.prefix, coverage, is_acquire=True)
+            self._record(session, request.prefix, coverage, request.first_page)
         reason, most = pb.REASON_NONE, request.first_page + sessions.room(session)
         if most * page_size < match.num_tokens:
             match, reason = cache.tree.match(namespace, tokens[: most * page_size], published=False), pb.REASON_LIMIT

@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
     at: float
     """Monotonic seconds."""
     session: int
-    is_acquire: bool
+    first_page: int | None
     namespace: bytes
     tokens: Tokens
     runs: list[pb.Run]
@@ -54,16 +54,17 @@ class Recording:
         self._news = asyncio.Event()
 
     def note(
-        self, session: Session, namespace: Namespace, tokens: Tokens, runs: Iterable[pb.Run], *, is_acquire: bool
+        self, session: Session, namespace: Namespace, tokens: Tokens, runs: Iterable[pb.Run], first_page: int | None
     ) -> None:
-        """Somebody asked for a prompt, `runs` of which were cached. Only while `is_on`. Keeps `tokens`."""
+        """Somebody asked for the pages of a prompt from `first_page` on, or (None) where they are; `runs` of it were
+        cached. Only while `is_on`. Keeps `tokens`."""
         now = self._clock.monotonic()
         if now > self._heard + FORGOTTEN_S:
             self._end()
         elif len(self._queued) >= MAX_QUEUED or self._queued_bytes + tokens.nbytes > MAX_QUEUED_BYTES:
             self._num_dropped += 1
         else:
-            self._queued.append(_Asked(now, session.number, is_acquire, namespace.digest, tokens, list(runs)))
+            self._queued.append(_Asked(now, session.number, first_page, namespace.digest, tokens, list(runs)))
             self._queued_bytes += tokens.nbytes
             self._news.set()
 
@@ -107,7 +108,8 @@ class Recording:
             reply.asked.add(
                 at_us=int(1e6 * (each.at - self._began)),
                 session=each.session,
-                is_acquire=each.is_acquire,
+                is_acquire=each.first_page is not None,
+                first_page=each.first_page or 0,
                 namespace=each.namespace,
                 tokens=each.tokens.astype("<i4").tobytes(),
                 runs=each.runs,

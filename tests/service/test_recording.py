@@ -36,6 +36,8 @@ def test_what_is_asked_is_told_in_order_with_what_was_cached(tmp_path: Path) -> 
         store(client, first[: 3 * PAGE])
         assert check(client, first) == 3 * PAGE
         check(client, second)
+        with client.acquire(Prompt(NAMESPACE, second), first_page=1):
+            pass
         prompt.extend(range(7))  # behind a handle, from now on: all tokens are told all the same
         client.lookup(prompt)
         client.lookup(prompt)
@@ -44,13 +46,16 @@ def test_what_is_asked_is_told_in_order_with_what_was_cached(tmp_path: Path) -> 
         assert not is_on(server)
         asked = list(reply.asked)
         longer = [*first, *range(7)]
-        told = [(each.is_acquire, list(wire.unpack_int32(each.tokens)), [*_runs(each)]) for each in asked]
+        told = [
+            (each.is_acquire, each.first_page, list(wire.unpack_int32(each.tokens)), _runs(each)) for each in asked
+        ]
         assert told == [
-            (False, first, []),
-            (True, first, [(pb.TIER_HOST, 3 * PAGE)]),
-            (True, second, [(pb.TIER_HOST, 2 * PAGE)]),
-            (False, longer, [(pb.TIER_HOST, 3 * PAGE)]),
-            (False, longer, [(pb.TIER_HOST, 3 * PAGE)]),
+            (False, 0, first, []),
+            (True, 0, first, [(pb.TIER_HOST, 3 * PAGE)]),
+            (True, 0, second, [(pb.TIER_HOST, 2 * PAGE)]),
+            (True, 1, second, [(pb.TIER_HOST, 2 * PAGE)]),
+            (False, 0, longer, [(pb.TIER_HOST, 3 * PAGE)]),
+            (False, 0, longer, [(pb.TIER_HOST, 3 * PAGE)]),
         ]
         assert {(each.namespace, each.session) for each in asked} == {
             (NAMESPACE.digest, client.welcome.session_id)

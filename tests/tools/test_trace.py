@@ -21,7 +21,7 @@ from hicache.service.client import Client, Prompt, connect
 from hicache.tools.cli import main
 from hicache.tools.commands import trace
 from hicache.tools.replay.readers import BadTrace, Trace
-from hicache.tools.replay.writing import BlockIds, Requests, TraceFile, line
+from hicache.tools.replay.writing import Asked, BlockIds, Requests, TraceFile, line
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
@@ -245,17 +245,28 @@ def test_numbers_of_blocks_stand_for_prefixes_of_one_namespace() -> None:
     assert max(max(each) for each in others) < 1 << 53
 
 
-def test_which_acquires_belong_to_a_look_up() -> None:
-    requests, ids = Requests(), array("q", [1, 2, 3])
-    assert requests.is_new(0.0, 50, ids, is_acquire=False)
-    assert not requests.is_new(0.1, 32, ids[:2], is_acquire=True)
-    assert requests.is_new(0.2, 32, ids[:2], is_acquire=True), "each look-up has one"
-    assert requests.is_new(1.0, 50, ids, is_acquire=False)
-    assert requests.is_new(1.1, 64, array("q", [1, 2, 3, 4]), is_acquire=True), "longer than what was looked up"
-    assert requests.is_new(1.2, 32, array("q", [1, 9]), is_acquire=True)
-    assert requests.is_new(100.0, 50, ids, is_acquire=True), "too late"
-    assert requests.is_new(101.0, 5, array("q"), is_acquire=False)
-    assert not requests.is_new(101.1, 5, array("q"), is_acquire=True)
+def test_which_calls_are_one_request() -> None:
+    requests, ids = Requests(), [1, 2, 3]
+
+    def is_new(
+        at_s: float, num_tokens: int, ids: list[int], first_page: int | None = None, *, found: int = 0, session: int = 1
+    ) -> bool:
+        return requests.is_new(Asked(at_s, session, num_tokens, array("q", ids), found, first_page))
+
+    assert is_new(0.0, 50, ids)
+    assert not is_new(0.1, 32, ids[:2], 0, session=2)
+    assert is_new(0.2, 32, ids[:2], 0), "each look-up has one"
+    assert not is_new(0.3, 32, ids[:2], 1), "further pages of what was acquired last"
+    assert is_new(0.4, 32, ids[:2], 1, session=3)
+    assert is_new(1.0, 50, ids)
+    assert is_new(1.1, 64, [1, 2, 3, 4], 0), "longer than what was looked up"
+    assert is_new(1.2, 32, [1, 9], 0)
+    assert not is_new(1.3, 50, ids), "it waits, and is looked up again"
+    assert is_new(1.3, 50, ids, session=2)
+    assert is_new(1.4, 50, ids, found=16), "meanwhile somebody has stored it"
+    assert is_new(100.0, 50, ids, 0), "too late"
+    assert is_new(101.0, 5, [])
+    assert not is_new(101.1, 5, [], 0)
 
 
 def test_the_reader_takes_what_is_written_and_names_what_is_wrong(tmp_path: Path) -> None:

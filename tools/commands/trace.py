@@ -36,9 +36,9 @@ Token ids are not written. A block of tokens appears as a number that is the sam
 tokens came before it, within this recording and nowhere else: the key that makes the numbers is
 written nowhere. --tokens adds the ids themselves; such a file holds the prompts.
 
-Engines that look first and acquire then make one request of the two. What an engine stores is not
-recorded: a replay stores every prompt, as engines do. Answers are not known to the cache until a
-later prompt repeats them.
+Engines that look first and acquire then make one request of the two, also where they look again
+while the request waits. What an engine stores is not recorded: a replay stores every prompt, as
+engines do. Answers are not known to the cache until a later prompt repeats them.
 
 The server keeps up to 64 MiB of prompts until they are fetched; more than that is left out of the
 recording and counted. Recording costs it a copy of the token ids. One recording at a time: another
@@ -113,7 +113,7 @@ class Told:
     tokens_found: dict[str, int] = field(default_factory=dict)
     """Of those, cached ones, by the fastest tier that had them."""
     joined: int = 0
-    """Acquires that belonged to a look-up that is recorded."""
+    """Calls that belonged to a request that is recorded."""
     dropped: int = 0
     """Prompts that are missing."""
     seconds: float = 0.0
@@ -171,17 +171,18 @@ class Recorder:
     def _write(self, asked: "pb.AskedPrompt") -> bool:
         """Write what was asked, if it begins a request; False where there is no room for it any more."""
         from hicache.service import wire
-        from hicache.tools.replay.writing import line
+        from hicache.tools.replay.writing import Asked, line
 
         told, num_tokens, at_s = self.told, len(asked.tokens) // 4, asked.at_us / 1e6
         ids = self._ids.of(asked.namespace, asked.tokens)
-        if not self._requests.is_new(at_s, num_tokens, ids, is_acquire=asked.is_acquire):
-            told.joined += 1
-            return True
         found: dict[str, int] = {}
         for run_ in asked.runs:
             tier = self._tiers[run_.tier]
             found[tier] = found.get(tier, 0) + run_.num_tokens
+        first_page = asked.first_page if asked.is_acquire else None
+        if not self._requests.is_new(Asked(at_s, asked.session, num_tokens, ids, sum(found.values()), first_page)):
+            told.joined += 1
+            return True
         tokens = wire.unpack_int32(asked.tokens) if self._with_tokens else None
         data = line(at_s, num_tokens, self._block_tokens, ids, found, tokens)
         if not self._file.fits(data):

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, Self
 ID_MAX: Final = (1 << 53) - 1
 """Largest number of a block."""
 SAME_S: Final = 60.0
-"""For so long an acquire may follow the look-up that it belongs to."""
+"""For so long a call may follow the look-up that it belongs to."""
 MAX_WAITING: Final = 4096
 """Look-ups whose acquires may still come."""
 
@@ -49,32 +49,64 @@ class BlockIds:
         return ids
 
 
-class _Waiting(NamedTuple):
+class Asked(NamedTuple):
+    """One call for a prompt."""
+
     at_s: float
+    session: int
     num_tokens: int
     ids: "array[int]"
+    """Of its whole blocks."""
+    num_found: int
+    """Tokens that were cached."""
+    first_page: int | None
+    """From where on pages were acquired; None for a look-up."""
+
+    def begins_with(self, other: "Asked") -> bool:
+        """Whether the other prompt is this one, or its beginning, as far as whole blocks tell."""
+        size = len(other.ids)
+        known = self.ids[size - 1 : size] == other.ids[-1:] if size else not self.ids
+        return known and self.num_tokens >= other.num_tokens
 
 
 class Requests:
-    """Tells which look-ups and acquires are one request: some engines look first and then acquire what there is, others
-    acquire at once. An acquire that follows a look-up of the same prompt, or of a longer one, belongs to it."""
+    """Tells which calls are one request. Some engines look a prompt up, perhaps again while it waits, and then acquire
+    what there is, perhaps in several parts; others acquire at once. So these begin no request of their own:
+
+    - a look-up that a session makes again, which finds no more than before, while nobody has acquired the prompt;
+    - an acquire that follows a look-up of the same prompt, or of a longer one: one for each look-up;
+    - an acquire of further pages of what the session has acquired last.
+    """
 
     def __init__(self) -> None:
-        self._waiting: Final[deque[_Waiting]] = deque(maxlen=MAX_WAITING)
+        self._waiting: Final[deque[Asked]] = deque(maxlen=MAX_WAITING)
+        self._acquired: Final[dict[int, Asked]] = {}
 
-    def is_new(self, at_s: float, num_tokens: int, ids: "array[int]", *, is_acquire: bool) -> bool:
-        """Whether what is asked at `at_s`, never before what was asked last, begins a request."""
-        while self._waiting and self._waiting[0].at_s < at_s - SAME_S:
+    def is_new(self, asked: Asked) -> bool:
+        """Whether a call begins a request; calls are in order of time."""
+        while self._waiting and self._waiting[0].at_s < asked.at_s - SAME_S:
             self._waiting.popleft()
-        if not is_acquire:
-            self._waiting.append(_Waiting(at_s, num_tokens, ids))
-            return True
+        if asked.first_page is None:
+            return self._is_new_look_up(asked)
+        last = self._acquired.get(asked.session)
+        self._acquired[asked.session] = asked
         for index, each in enumerate(self._waiting):
-            known = each.ids[len(ids) - 1 : len(ids)] == ids[-1:] if ids else not each.ids
-            if known and each.num_tokens >= num_tokens:
+            if each.begins_with(asked):
                 del self._waiting[index]
                 return False
-        return True
+        return not (asked.first_page and last is not None and last.begins_with(asked))
+
+    def _is_new_look_up(self, asked: Asked) -> bool:
+        before = next((each for each in self._waiting if _is_again(asked, each)), None)
+        self._waiting.append(asked)
+        if before is not None:
+            self._waiting.remove(before)
+        return before is None
+
+
+def _is_again(asked: Asked, before: Asked) -> bool:
+    same = (asked.session, asked.num_tokens) == (before.session, before.num_tokens)
+    return same and asked.num_found <= before.num_found and asked.begins_with(before)
 
 
 def line(
