@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hicache.tools.cli import main
+from tests.tools.served import check_schema
 
 
 @pytest.fixture
@@ -21,7 +22,9 @@ def test_every_row_is_measured_and_nothing_stays(tmp_path: Path, short: Path) ->
     target, directory = tmp_path / "cli.json", short
     assert main(["bench", "cli", "--scale", "20", "--dir", str(directory), "--json", str(target)]) == 0
     assert list(directory.iterdir()) == []
-    rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
+    told = json.loads(target.read_text())
+    check_schema("bench", told)
+    rows = {row["name"]: row for row in told["rows"]}
     assert set(rows) == {"help_cpu", "stats_cpu", "tree_cpu", "sessions_cpu"}
     assert rows["help_cpu"]["goal"] == rows["stats_cpu"]["goal"] == 150
     assert all(row["baseline"]["value"] > 0 for row in rows.values())

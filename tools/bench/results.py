@@ -2,7 +2,7 @@
 
 The JSON form is
 
-    {"bench", "machine",
+    {"format": "hicache-bench", "version": 1, "bench", "machine",
      "rows": [{"name", "value", "unit", "baseline": {"name", "value"}, "ratio", "bound", "goal", "ok"}]}
 
 `ratio` is value ÷ baseline: a ratio travels to another machine, a time does not. `bound` is what no code could beat, in

@@ -119,13 +119,23 @@ BENCHES: Final = {
 }
 
 
+_EXAMPLES: Final = """\
+examples:
+  hicache bench nvme --dir /data --json nvme.json
+  hicache bench cli --scale 20
+
+exit status: 0 measured, goals reached or not; 1 it failed, or FILE could not be written; 2 bad usage
+"""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = (
         "Measures one part of hicache and prints each figure with its baseline from the same run, their ratio, the\n"
         "bound that no code could beat, and the goal. Ratios travel to other machines, times do not."
     )
-    parser.epilog = "benches:\n" + "\n".join(f"  {name:<11}{bench.summary}" for name, bench in BENCHES.items())
+    listed = "\n".join(f"  {name:<11}{bench.summary}" for name, bench in BENCHES.items())
+    parser.epilog = f"benches:\n{listed}\n\n{_EXAMPLES}"
     parser.add_argument("name", metavar="NAME", help="what to measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures in FILE")
     parser.add_argument("--dir", type=Path, metavar="DIR", default=Path(tempfile.gettempdir()),
@@ -166,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
 
     measure(report, note)
     if args.json is not None:
-        text = json.dumps({"bench": args.name, "machine": machine, "rows": [row.to_json() for row in rows]}, indent=1)
+        kept = {"bench": args.name, "machine": machine, "rows": [row.to_json() for row in rows]}
+        text = json.dumps({"format": "hicache-bench", "version": 1, **kept}, indent=1)
         try:
             args.json.write_text(text + "\n", encoding="utf-8")
         except OSError as problem:
