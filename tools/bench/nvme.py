@@ -1,13 +1,15 @@
 """`hicache bench nvme`: pages in and out of the NVMe tier, beside what the device gives without it.
 
 Both sides move pages of one size between the same memory (an arena in 2 MiB pages, as the host tier's) and the same
-file system, in one process, in short rounds that alternate; figures are medians over the rounds.
+file system, in one process, in short rounds: tier, raw loop, raw loop, tier. The speed of a disk changes from one
+second to the next and from one place to another, by more than what is measured here. So beside the raw loop a row shows
+that round of which the ratio is the median; other figures are medians over the rounds.
 
 - The tier is used as the movers use it: batches of 16 pages, several under way, checksums on, commits running. As
   there, pages come with the checksums that were taken when they entered memory; what that costs has a row of its own,
   `enter`: one thread copies pages in and takes them, beside the copy alone.
 - The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins, in slots
-  of the tier's own file that take turns with those that the tier writes.
+  of the tier's own file that take turns with those that the tier writes, and in the same order.
 - Reads are cold: both sides go around the page cache, and no page is read twice in a round.
 - Writes go half into slots that were never used and half into slots that are freed to make room, as in a full tier.
   What was accepted counts; `synced` counts the time until all of it is durable too, on both sides. The store is large
@@ -52,6 +54,8 @@ GOAL: Final = 0.95
 """Share of the raw loop's bandwidth that the tier is to reach, checksums included."""
 DEPTH_ROUNDS: Final = 3
 """Rounds in which every depth is tried."""
+_TURNS: Final = ("tier", "raw", "raw", "tier")
+"""The sides in a round: each begins as often as it follows the other."""
 FILE_ROUNDS: Final = 3
 ENTER_ROUNDS: Final = 5
 DURABLE_ROUNDS: Final = 12
@@ -78,16 +82,23 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Rounds of each measurement: together they fill a store that keeps all of `RESERVE_BYTES` back."""
+        """Rounds of each measurement."""
         return max(8 // self.divisor, 2)
 
     @property
-    def round_bytes(self) -> int:
-        """What one side moves in a round: long enough for its beginning and end to be small beside it."""
+    def turn_bytes(self) -> int:
+        """What one side moves in a turn, of which it has two in a round: long enough for its beginning and end to be
+        small beside it."""
         return (512 << 20) // self.divisor
 
     @property
-    def short_round_bytes(self) -> int:
+    def new_turn_bytes(self) -> int:
+        """The same for slots that were never used, which are slower. All rounds together fill a store that keeps all
+        of `RESERVE_BYTES` back."""
+        return self.turn_bytes // 2
+
+    @property
+    def short_turn_bytes(self) -> int:
         """The same for trying one depth, and for one file a page."""
         return (96 << 20) // self.divisor
 
@@ -98,12 +109,12 @@ class Plan:
 
     def store_batches(self, load: Load) -> int:
         """Batches that the store has room for, of both sides."""
-        return 2 * load.batches(self.round_bytes) * self.rounds + load.batches(self.short_round_bytes)
+        return 4 * load.batches(self.new_turn_bytes) * self.rounds + load.batches(self.short_turn_bytes)
 
     def needed_bytes(self) -> int:
         """Free space that the run takes at most at one time."""
         stores = ((self.store_batches(load) + 1) * BATCH_PAGES * load.shape.slot_bytes for load in LOADS)
-        return int(max(stores) / (1 - RESERVE_SHARE)) + 2 * self.short_round_bytes + (128 << 20)
+        return int(max(stores) / (1 - RESERVE_SHARE)) + 2 * self.short_turn_bytes + (128 << 20)
 
 
 def check(plan: Plan) -> None:
@@ -153,7 +164,8 @@ class _Bench:
         """Everything, one after the other."""
         plan, load = self._plan, self._load
         memory = Memory(self._memory, load.shape)
-        num_batches, num_short = load.batches(plan.round_bytes), load.batches(plan.short_round_bytes)
+        num_batches, num_short = load.batches(plan.turn_bytes), load.batches(plan.short_turn_bytes)
+        num_new = load.batches(plan.new_turn_bytes)
         tier = TierSide(load, memory, self._directory / "tier", plan.store_batches(load))
         raw = RawSide(tier, memory, self._directory / "tier")
         files = FileSide(memory, self._directory / "files")
@@ -164,14 +176,17 @@ class _Bench:
             self._try_depths(raw, num_short)
             self._note(f"{load.name}: writing")
             memory.take_sums()  # not sooner: what was read so far has come into the same memory
+            await raw.share(2 * num_new * plan.rounds)
+            for _ in range(plan.rounds):
+                await self._write_round(tier, raw, num_new, reuse=False)
             for index in range(plan.rounds):
-                await self._write_round(tier, raw, num_batches, reuse=False, tier_first=index % 2 == 0)
-            for index in range(plan.rounds):
-                await self._write_round(tier, raw, num_batches, reuse=True, tier_first=index % 2 == 0)
+                if index in (0, plan.rounds // 2):  # each side has gone once through the file
+                    await tier.go_to_first()
+                await self._write_round(tier, raw, num_batches, reuse=True)
             self._join_writes()
             self._note(f"{load.name}: reading")
-            for index in range(plan.rounds):
-                await self._read_round(tier, raw, num_batches, tier_first=index % 2 == 0)
+            for _ in range(plan.rounds):
+                await self._read_round(tier, raw, num_batches)
             self._raise_bounds()
             self._note(f"{load.name}: single batches until they are durable")
             memory.take_sums()
@@ -190,7 +205,7 @@ class _Bench:
 
     def _enter(self, memory: Memory) -> None:
         """Copy pages from buffers to others, as a thread does that brings them into memory."""
-        num_batches = self._load.batches(self._plan.short_round_bytes)
+        num_batches = self._load.batches(self._plan.short_turn_bytes)
         ranges = self._load.shape.layer_ranges
         for with_sums in (False, True) * ENTER_ROUNDS:
             pairs = [(page, into) for _ in range(num_batches) for page, into in zip(memory.batch(), memory.batch())]
@@ -202,6 +217,7 @@ class _Bench:
             self._add("enter.sums" if with_sums else "enter.copy", num_batches, perf_counter() - began)
 
     def _try_depths(self, raw: RawSide, num_batches: int) -> None:
+        raw.take(num_batches)
         raw.write(num_batches, reuse=False, depth=DEPTHS[-1])
         for _ in range(DEPTH_ROUNDS):
             for depth in DEPTHS:
@@ -213,17 +229,19 @@ class _Bench:
             self._depth[way] = max(rates, key=rates.__getitem__)
             self.best_rate[way] = max(rates.values())
 
-    async def _write_round(
-        self, tier: TierSide, raw: RawSide, num_batches: int, *, reuse: bool, tier_first: bool
-    ) -> None:
-        kind = "used" if reuse else "new"
-        for side in ("tier", "raw") if tier_first else ("raw", "tier"):
+    async def _write_round(self, tier: TierSide, raw: RawSide, num_batches: int, *, reuse: bool) -> None:
+        accepted, durable = dict.fromkeys(_TURNS, 0.0), dict.fromkeys(_TURNS, 0.0)
+        for side in _TURNS:
             if side == "tier":
                 written = await tier.write(num_batches, reuse=reuse)
             else:
                 written = raw.write(num_batches, reuse=reuse, depth=self._depth["write"])
-            self._add(f"{kind}.{side}", num_batches, written.accepted_s)
-            self._add(f"{kind}_synced.{side}", num_batches, written.durable_s)
+            accepted[side] += written.accepted_s
+            durable[side] += written.durable_s
+        kind = "used" if reuse else "new"
+        for side in accepted:
+            self._add(f"{kind}.{side}", 2 * num_batches, accepted[side])
+            self._add(f"{kind}_synced.{side}", 2 * num_batches, durable[side])
 
     def _join_writes(self) -> None:
         """Rounds into new and into used slots, as many bytes each, as one."""
@@ -239,13 +257,15 @@ class _Bench:
         self.best_rate["write"] = max(self.best_rate["write"], *map(self._median, ("new.raw", "used.raw")))
         self.best_rate["read"] = max(self.best_rate["read"], self._median("read.raw"))
 
-    async def _read_round(self, tier: TierSide, raw: RawSide, num_batches: int, *, tier_first: bool) -> None:
-        for side in ("tier", "raw") if tier_first else ("raw", "tier"):
+    async def _read_round(self, tier: TierSide, raw: RawSide, num_batches: int) -> None:
+        seconds = dict.fromkeys(_TURNS, 0.0)
+        for side in _TURNS:
             if side == "tier":
-                seconds = await tier.read(num_batches, self._rng)
+                seconds[side] += await tier.read(num_batches, self._rng)
             else:
-                seconds = raw.read(num_batches, self._rng, depth=self._depth["read"])
-            self._add(f"read.{side}", num_batches, seconds)
+                seconds[side] += raw.read(num_batches, self._rng, depth=self._depth["read"])
+        for side in seconds:
+            self._add(f"read.{side}", 2 * num_batches, seconds[side])
 
     def _add(self, name: str, num_batches: int, seconds: float) -> None:
         self._figures[name].append(num_batches * BATCH_PAGES * self._load.page_bytes / seconds / 1e9)
@@ -258,8 +278,10 @@ class _Bench:
         name = self._load.name
 
         def beside_raw(row: str, way: str, measured: str, goal: float | None = None) -> None:
-            raw = Baseline(f"raw O_DIRECT, depth {self._depth[way]}", self._median(f"{measured}.raw"))
-            value = self._median(f"{measured}.tier")
+            rounds = zip(self._figures[f"{measured}.tier"], self._figures[f"{measured}.raw"], strict=True)
+            by_ratio = sorted(rounds, key=lambda rates: rates[0] / rates[1])
+            value, of_raw = by_ratio[(len(by_ratio) - 1) // 2]
+            raw = Baseline(f"raw O_DIRECT, depth {self._depth[way]}", of_raw)
             report(Row(row, value, "GB/s", raw, bound[way], goal, goal_is_ratio=True, higher_is_better=True))
 
         def beside_files(row: str, way: str, value: float, measured: str) -> None:
