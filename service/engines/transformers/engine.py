@@ -7,7 +7,8 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -21,6 +22,7 @@ from hicache.kernels.remote_speeds import measure_speeds
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.service.engines.transformers import forward
+from hicache.service.engines.transformers.batch import Batch, rows_of
 from hicache.service.engines.transformers.identity import layout_of, namespace_of, weights_fingerprint, windows_of
 from hicache.service.engines.transformers.request import Request
 from hicache.service.engines.transformers.request_cache import RequestCache
@@ -109,12 +111,46 @@ class TransformersEngine:
         tokens = token_ids(input_ids, self.vocab_size)
         if not len(tokens):
             raise BadRequest("input_ids", "is empty; a request needs at least one token")
+        return Request(self, self._checked(namespace), tokens, timeout_s)
+
+    def batch(
+        self,
+        input_ids: Sequence[npt.ArrayLike] | torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        namespace: Namespace | None = None,
+        timeout_s: float = 60.0,
+    ) -> Batch:
+        """Open requests on several prompts that go through the model together.
+
+        input_ids: ids `[rows, tokens]`, padded on the left, or a sequence of ids for each row.
+        attention_mask: for padded ids, of their shape: 0 for padding, 1 else, as tokenizers give it with
+            `padding_side="left"`.
+        namespace, timeout_s: as `request` takes them.
+
+        Each row needs a page of the device tier while it runs, and all of them one more; contexts need not fit.
+
+        Raises `BadRequest` for padding elsewhere and for more rows than that, and what `request` raises.
+        """
+        rows = rows_of(input_ids, attention_mask, self.vocab_size)
+        if len(rows) >= self.cache.device_pages:
+            has = f"the device tier has {self.cache.device_pages} pages"
+            raise BadRequest("input_ids", f"have {len(rows)} rows, but {has}: one for each row is needed, and one more")
+        namespace = self._checked(namespace)
+        with ExitStack() as opened:
+            requests = [opened.enter_context(Request(self, namespace, row, timeout_s)) for row in rows]
+            batch = Batch(self, requests, timeout_s)
+            opened.pop_all()
+        return batch
+
+    def _checked(self, namespace: Namespace | None) -> Namespace:
+        """The namespace of a request. Raises `BadRequest`."""
         namespace = namespace or self.namespace
         if dataclasses.replace(namespace, tenant=self.namespace.tenant, salt=self.namespace.salt) != self.namespace:
             raise BadRequest("namespace", "differs from the engine's in more than tenant and salt")
         if weights_fingerprint(self.model) != self._fingerprint:
             raise BadRequest("model", "has other weights than when it was attached; attach it anew")
-        return Request(self, namespace, tokens, timeout_s)
+        return namespace
 
     def detach(self) -> None:
         """Give the model back as it was. Requests can only be closed after that. Idempotent."""

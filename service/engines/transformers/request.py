@@ -296,8 +296,9 @@ class Request:
         """Whether more of the prompt is on its way than `length` says."""
         return self._sequence.is_loading
 
-    def compute(self, chunk_size: int, *, leave: int) -> torch.Tensor | None:
-        """Run pending tokens through the model until at most `leave` are left; the last pass's logits, if any.
+    def compute(self, chunk_size: int, *, leave: int, keep: int = 0) -> torch.Tensor | None:
+        """Run pending tokens through the model until at most `leave` are left, but never the last `keep`; the last
+        pass's logits, if any.
 
         Passes end at page borders where they can: then no pass needs more pages than its tokens fill.
         """
@@ -308,9 +309,12 @@ class Request:
                 num_tokens = self._sequence.next_step(chunk_size, timeout_s=self._timeout_s)
                 if self.num_pending <= leave and not self._sequence.is_loading:
                     break
-                start, end = self.length, self.length + num_tokens
+                start, stop = self.length, len(self._tokens) - keep
+                end = min(start + num_tokens, stop)
+                if start >= end:
+                    break
                 border = end // page_size * page_size
-                ids = self._ids(start, border if start < border and end < len(self._tokens) else end)
+                ids = self._ids(start, border if start < border and end < stop else end)
                 output = self.engine.model(input_ids=ids, cache=self._cache, use_cache=True, logits_to_keep=1)
                 logits = output.logits[0, -1]
         return logits
