@@ -11,7 +11,6 @@ the same number of threads.
 """
 
 import logging
-import math
 import threading
 from typing import Any, Final
 
@@ -35,16 +34,21 @@ _LANES: Final = 16
 """Heads are a multiple of it."""
 _BLOCK: Final = 256
 """Tokens whose scores the loops hold at once; a multiple of 4."""
+_LEAD: Final = 64
+"""Tokens that the loops look ahead, at most."""
+_APART_BYTES: Final = 1 << 12
+"""Between what threads write to."""
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
-_AHEAD_BYTES: Final = 1 << 13
-"""So far ahead data is fetched, as was measured to be best: what memory delivers in twice the time that it takes to
-answer, and a sixth of the first cache."""
+_NEAR_BYTES, _FAR_BYTES = 6 << 10, 12 << 10
+"""So far ahead data is asked for, as was measured to be best, all that is under way being in the first cache then."""
 
 _loading: Final = threading.Lock()
 _ready: Final[dict[torch.dtype, Any]] = {}
 """The loops, by the types for which they are compiled: functions of C at `address`, gone with the object."""
+_begin_and_end: Final[list[Any]] = []
+"""Likewise, what comes before and after them, whatever the type."""
 _failed: Final[set[torch.dtype]] = set()
 
 
@@ -61,8 +65,10 @@ def prepare(dtype: torch.dtype) -> bool:
         if dtype in _ready or dtype in _failed:
             return dtype in _ready
         try:
-            from hicache.kernels.decode_cpu_kernel import compiled
+            from hicache.kernels.decode_cpu_kernel import compiled, compiled_ends
 
+            if not _begin_and_end:
+                _begin_and_end.extend(compiled_ends())
             _ready[dtype] = compiled(_STORED_AS[dtype])
         except Exception as error:
             # Whatever a compiler runs into on somebody's machine, decoding works without it.
@@ -83,71 +89,75 @@ def takes(query: torch.Tensor, dtype: torch.dtype, device: torch.device | None =
     )
 
 
+class _Room(threading.local):
+    """The job of one thread, and the room it works in: kept, as a step of a model attends in every layer."""
+
+    def __init__(self) -> None:
+        self._shape = (0, 0, 0, 0)
+        self._room = torch.empty(0)
+        self._job = Job()
+
+    def job(self, num_kv_heads: int, group: int, head_dim: int, num_runs: int) -> Job:
+        """A job of that shape, whose other fields hold anything. Of this thread alone, until it asks for the next."""
+        shape = (num_kv_heads, group, head_dim, num_runs)
+        if shape != self._shape:
+            self._shape, job = shape, self._job
+            job.num_heads, job.group, job.blocks_a_head = num_kv_heads, group, ceil_div(group, 4)
+            job.num_vectors, job.most_runs, job.tokens_at_once = head_dim // _LANES, num_runs, _BLOCK
+            num_blocks = num_kv_heads * job.blocks_a_head
+            total_bytes = num_blocks * head_dim * 16
+            run_bytes = total_bytes + num_blocks * (32 + 256 + _BLOCK // 4 * 64) + 16 * (_BLOCK + _LEAD)
+            # Apart from each other, as a core also loads what lies behind its own.
+            job.run_bytes = ceil_div(run_bytes, 64) * 64 + _APART_BYTES
+            with torch.inference_mode(False):
+                self._room = torch.empty(total_bytes + num_runs * job.run_bytes + 64, dtype=torch.uint8)
+            # From a cache line on, as vectors that are not to be spread over two have to be.
+            job.room_at = ceil_div(self._room.data_ptr(), 64) * 64
+        return self._job
+
+
+_room: Final = _Room()
+
+
 class Decoding:
-    """The state of one query token over all that it was given so far. For one thread."""
+    """The state of one query token over all that it was given so far. For one thread, which has one at a time."""
 
     def __init__(self, query: torch.Tensor, num_kv_heads: int, scale: float, soft_cap: float | None) -> None:
-        """query [1, HQ, D]; soft_cap as in `Scoring`."""
-        _, self._num_heads, head_dim = query.shape
-        self._group: Final = self._num_heads // num_kv_heads
-        by_head = query.float().view(num_kv_heads, self._group, head_dim)
-        blocks_a_head, num_vectors = ceil_div(self._group, 4), head_dim // _LANES
-        num_blocks, self._most_runs = num_kv_heads * blocks_a_head, torch.get_num_threads()
-        # Memory of torch's begins with a cache line, as vectors that are not to be spread over two have to.
-        rows = torch.zeros(num_kv_heads, blocks_a_head * 4, head_dim)
-        rows[:, : self._group] = by_head * (scale * LOG2_E if soft_cap is None else scale / soft_cap)
-        # Four rows together, a vector of each after the other.
-        by_four = rows.view(num_kv_heads, blocks_a_head, 4, num_vectors, _LANES)
-        self._query: Final = by_four.transpose(2, 3).contiguous()
-        self._tops: Final = torch.full((self._most_runs, num_blocks, 1, 4, 1), -torch.inf)
-        self._sums: Final = torch.zeros_like(self._tops)
-        self._total: Final = torch.zeros(self._most_runs, num_blocks, num_vectors, 4, _LANES)
-        self._scores: Final = torch.empty(self._most_runs, num_blocks, _BLOCK // 4, 16)
-        self._addresses: Final = torch.empty(self._most_runs, _BLOCK + 4, dtype=torch.int64)
-        self._job: Final = Job(
-            num_heads=num_kv_heads,
-            blocks_a_head=blocks_a_head,
-            num_vectors=num_vectors,
-            query_at=self._query.data_ptr(),
-            tops_at=self._tops.data_ptr(),
-            sums_at=self._sums.data_ptr(),
-            total_at=self._total.data_ptr(),
-            tokens_at_once=_BLOCK,
-            scores_at=self._scores.data_ptr(),
-            addresses_at=self._addresses.data_ptr(),
-            cap=0.0 if soft_cap is None else soft_cap * LOG2_E,
-        )
+        """query [1, HQ, D], D contiguous; soft_cap as in `Scoring`."""
+        _, self._num_heads, self._head_dim = query.shape
+        self._query: Final = query.float()
+        self._has_tokens = False
+        group = self._num_heads // num_kv_heads
+        job = self._job = _room.job(num_kv_heads, group, self._head_dim, torch.get_num_threads())
+        job.query_at, job.query_stride = self._query.data_ptr(), 4 * self._query.stride(1)
+        job.scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
+        job.cap = 0.0 if soft_cap is None else soft_cap * LOG2_E
+        in_threads(_begin_and_end[0].address, job, 1)
 
     def add(self, pages: torch.Tensor, block_table: torch.Tensor, first: int, last: int) -> None:
         """Attend to tokens `first` to `last`, at least one, of pages [num_slots, 2, page_size, H, D], any stride but in
         D, that `takes` was asked about; block_table int32, of slots that are there."""
-        _, _, page_size, num_kv_heads, head_dim = pages.shape
-        element = pages.element_size()
-        table = block_table.cpu().contiguous()
-        alone = (last - first) * 2 * num_kv_heads * head_dim * element < self._most_runs * _ALONE_BYTES
-        job = self._job
-        job.next_run, job.num_runs = 0, 1 if alone else self._most_runs
-        job.pages_at = pages.data_ptr()
-        strides = [element * stride for stride in pages.stride()]
-        job.slot_stride, job.plane_stride, job.token_stride, job.head_stride, _ = strides
-        job.page_size, job.table_at = page_size, table.data_ptr()
+        job, element, table = self._job, pages.element_size(), block_table.cpu().contiguous()
+        alone = (last - first) * 2 * job.num_heads * self._head_dim * element < job.most_runs * _ALONE_BYTES
+        job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
+        job.pages_at, job.page_size, job.table_at = pages.data_ptr(), pages.shape[2], table.data_ptr()
+        slot, plane, token, head, _ = pages.stride()
+        job.slot_stride, job.plane_stride = element * slot, element * plane
+        job.token_stride, job.head_stride = element * token, element * head
         job.first, job.last = first, last
-        job.heads_ahead = min(num_kv_heads, ceil_div(_AHEAD_BYTES, 4 * head_dim * element))
+        # A head of one token, in half precision of two: what is computed with together.
+        step_bytes = 4 * self._head_dim
+        job.near, job.far = ceil_div(_NEAR_BYTES, step_bytes), ceil_div(_FAR_BYTES, step_bytes)
         in_threads(_ready[pages.dtype].address, job, job.num_runs)
+        self._has_tokens = True
 
     def result(self) -> AttentionState | None:
         """Output [1, HQ, D] and LSE [1, HQ], float32; None over no token."""
-        if not self._job.num_runs:
+        if not self._has_tokens:
             return None
-        top = self._tops.amax(0)
-        weights = torch.exp2(self._tops - top)
-        whole = (weights * self._sums).sum(0)
-        output = (weights * self._total).sum(0) / whole
-        # In float64: rounded once, as a sum of two numbers in other units would not be.
-        lse = ((whole.double().log2() + top.double()) * math.log(2.0)).float()
-        return AttentionState(self._of_heads(output.transpose(1, 2)), self._of_heads(lse)[..., 0])
-
-    def _of_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """[1, HQ, *] of all rows' [*]: without those that fill up a group."""
-        by_head = rows.reshape(self._query.shape[0], 4 * self._query.shape[1], -1)
-        return by_head[:, : self._group].reshape(1, self._num_heads, -1)
+        output = torch.empty(1, self._num_heads, self._head_dim)
+        lse = torch.empty(1, self._num_heads)
+        job = self._job
+        job.output_at, job.lse_at = output.data_ptr(), lse.data_ptr()
+        in_threads(_begin_and_end[1].address, job, 1)
+        return AttentionState(output, lse)

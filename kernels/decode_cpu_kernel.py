@@ -2,13 +2,14 @@
 
 A block of tokens has three passes: products of all heads' queries with the keys, weights, and the sum of the values.
 The first and the last are bound by memory and written in vectors of 16 (`_dots`, `_weigh`), which LLVM cuts down to
-what the machine has: four tokens and four query rows make 16 sums that stay in registers, so that a key or value is
-loaded once for four rows, and a query once for four tokens. In all passes tokens come before heads, because that is
-the order in which pages lie in memory; what comes next is fetched ahead, as the processor cannot know the next page.
+what the machine has. They go through memory in its own order, one token after the other (two in half precision), so
+that the processor's prefetching follows, with four query rows for each key or value that is loaded. What comes next is
+asked for too, as the processor cannot know the next page: twice, because it drops requests when it has many.
 
 All that computes is in one file, as Numba's cache on disk looks at no other one; a `Job` is part of a function's type.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,7 +22,9 @@ from hicache.kernels.decode_job import Job
 
 LANES: Final = 16
 """Elements that are computed together; heads are a multiple of it."""
-_NUM_TOKENS = _NUM_ROWS = 4
+_NUM_ROWS: Final = 4
+_LEAD: Final = 64
+"""Tokens that are looked at ahead, at most."""
 
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -71,6 +74,9 @@ _STORED: Final[dict[Any, tuple[int, Callable[[ir.IRBuilder, ir.Value], ir.Value]
     types.uint16: (2, _load_bfloats),
 }
 """By the type that stands for a stored one: bytes of an element, and how sixteen of them are loaded."""
+_AT_ONCE: Final[dict[Any, int]] = {types.float32: 1, types.int16: 2, types.uint16: 2}
+"""Tokens that are computed with together. One is the order of memory; in half precision, where there is twice as much
+to compute for every byte, queries and sums are loaded for two."""
 
 
 def _called(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
@@ -125,107 +131,117 @@ def _folded(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, run: int) -> ir.Val
     return builder.fadd(*halves)
 
 
-def _addresses(builder: ir.IRBuilder, table: ir.Value, offset: ir.Value) -> list[ir.Value]:
-    """Those of four tokens, each moved by `offset`."""
-    pointer = builder.inttoptr(table, _INT64.as_pointer())
-    loaded = [builder.load(builder.gep(pointer, [_INT64(i)])) for i in range(_NUM_TOKENS)]
-    return [builder.add(address, offset) for address in loaded]
-
-
 def _load_tokens(
-    builder: ir.IRBuilder, addresses: list[ir.Value], ahead: list[ir.Value], i: ir.Value, stored: Any
+    builder: ir.IRBuilder, places: Sequence[Sequence[ir.Value]], i: ir.Value, stored: Any
 ) -> list[ir.Value]:
-    """Sixteen elements, number `i`, of each of four tokens; those of the four that are `ahead` are asked for."""
+    """Sixteen elements, number `i`, at each of the first addresses in `places`; those at the others are asked for."""
     num_bytes, load = _STORED[stored]
     offset = builder.mul(i, _INT64(num_bytes * LANES))
-    for address in ahead:
-        _fetch_ahead(builder, _at(builder, address, offset))
+    addresses, *ahead = places
+    for tokens in ahead:
+        # A cache line holds as many vectors as there are tokens: each time one line, of each token in turn.
+        token = builder.urem(i, _INT64(len(tokens)))
+        address = tokens[0]
+        for other in range(1, len(tokens)):
+            address = builder.select(builder.icmp_unsigned("==", token, _INT64(other)), tokens[other], address)
+        line = builder.udiv(i, _INT64(len(tokens)))
+        _fetch_ahead(builder, _at(builder, address, builder.mul(line, _INT64(64))))
     return [load(builder, _at(builder, address, offset)) for address in addresses]
+
+
+def _places(
+    builder: ir.IRBuilder, tables: Sequence[ir.Value], offsets: Sequence[ir.Value], stored: Any
+) -> list[list[ir.Value]]:
+    """What is at each table, the addresses of the tokens that are computed with together, moved by its offset."""
+    places = []
+    for table, offset in zip(tables, offsets, strict=True):
+        pointer = builder.inttoptr(table, _INT64.as_pointer())
+        loaded = [builder.load(builder.gep(pointer, [_INT64(i)])) for i in range(_AT_ONCE[stored])]
+        places.append([builder.add(address, offset) for address in loaded])
+    return places
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _dots(
-    context: Any,
-    stored: Any,
-    query: Any,
-    table: Any,
-    offset: Any,
-    ahead: Any,
-    ahead_offset: Any,
-    num_vectors: Any,
-    output: Any,
-) -> tuple[Any, Any]:
-    """Products of four query rows and four keys, to 16 numbers at `output`: those of row 0 first. At `table` are the
-    addresses of four tokens, to be moved by the offset, and at `ahead` those of what to fetch ahead."""
+    context: Any, stored: Any, query: Any, at: Any, offset: Any, near: Any, near_offset: Any, far: Any, far_offset: Any,
+    num_vectors: Any, output: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Products of four query rows and the keys of `_AT_ONCE` tokens, to 16 numbers for each token at `output`: four for
+    each row, to be added up. At `at` are the addresses of the tokens, to be moved by the offset, and at `near` and
+    `far` those of what to ask for ahead."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, query, table, offset, ahead, ahead_offset, num_vectors, output = arguments
-        addresses = _addresses(builder, table, offset)
-        following = _addresses(builder, ahead, ahead_offset)
+        _, query, *tables, num_vectors, output = arguments
+        places = _places(builder, tables[::2], tables[1::2], stored)
+        num_tokens = len(places[0])
 
         def body(i: ir.Value, sums: Sequence[ir.Value]) -> list[ir.Value]:
-            keys = _load_tokens(builder, addresses, following, i, stored)
+            keys = _load_tokens(builder, places, i, stored)
             added = []
             for row in range(_NUM_ROWS):
                 at = _at(builder, query, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 elements = _load_floats(builder, at)
-                added += [
-                    _fused(builder, elements, key, sums[row * _NUM_TOKENS + token]) for token, key in enumerate(keys)
-                ]
+                added += [_fused(builder, elements, key, sums[row * num_tokens + i]) for i, key in enumerate(keys)]
             return added
 
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = list(_loop(builder, num_vectors, [zero] * (_NUM_ROWS * _NUM_TOKENS), body))
-        run = LANES
-        while len(sums) > 1:
-            sums = [_folded(builder, sums[i], sums[i + 1], run) for i in range(0, len(sums), 2)]
-            run //= 2
-        _store(builder, sums[0], output)
+        sums = list(_loop(builder, num_vectors, [zero] * (_NUM_ROWS * num_tokens), body))
+        for token in range(num_tokens):
+            rows = sums[token::num_tokens]
+            halves = [_folded(builder, rows[i], rows[i + 1], LANES) for i in (0, 2)]
+            at = _at(builder, output, _INT64(token * _BYTES))
+            _store(builder, _folded(builder, halves[0], halves[1], LANES // 2), at)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 7), generate
+    return types.void(stored, *[types.int64] * 9), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _add_up(context: Any, parts: Any, output: Any) -> tuple[Any, Any]:
+    """Add up what `_dots` left of four tokens at `parts`, to 16 numbers at `output`: those of the first token first."""
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        parts, output = arguments
+        tokens = [_load_floats(builder, _at(builder, parts, _INT64(i * _BYTES))) for i in range(4)]
+        pairs = [_folded(builder, tokens[i], tokens[i + 1], 4) for i in (0, 2)]
+        _store(builder, _folded(builder, pairs[0], pairs[1], 2), output)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _weigh(
-    context: Any,
-    stored: Any,
-    total: Any,
-    table: Any,
-    offset: Any,
-    ahead: Any,
-    ahead_offset: Any,
-    num_vectors: Any,
-    weights: Any,
-) -> tuple[Any, Any]:
-    """Add four values, by the 16 weights at `weights`, to four rows at `total`; otherwise as `_dots`."""
+    context: Any, stored: Any, total: Any, at: Any, offset: Any, near: Any, near_offset: Any, far: Any, far_offset: Any,
+    num_vectors: Any, weights: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Add values, by four weights for each token at `weights`, to four rows at `total`; otherwise as `_dots`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, total, table, offset, ahead, ahead_offset, num_vectors, weights = arguments
-        addresses = _addresses(builder, table, offset)
-        following = _addresses(builder, ahead, ahead_offset)
+        _, total, *tables, num_vectors, weights = arguments
+        places = _places(builder, tables[::2], tables[1::2], stored)
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
         spread = []
-        for i in range(_NUM_ROWS * _NUM_TOKENS):
+        for i in range(_NUM_ROWS * len(places[0])):
             at = builder.inttoptr(_at(builder, weights, _INT64(4 * i)), _FLOAT.as_pointer())
             first = builder.insert_element(undefined, builder.load(at), _INT32(0))
             spread.append(builder.shuffle_vector(first, undefined, everywhere))
 
         def body(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-            values = _load_tokens(builder, addresses, following, i, stored)
+            values = _load_tokens(builder, places, i, stored)
             for row in range(_NUM_ROWS):
                 at = _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 added = _load_floats(builder, at)
                 for token, value in enumerate(values):
-                    added = _fused(builder, spread[row * _NUM_TOKENS + token], value, added)
+                    added = _fused(builder, spread[token * _NUM_ROWS + row], value, added)
                 _store(builder, added, at)
             return carried
 
         _loop(builder, num_vectors, [], body)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 7), generate
+    return types.void(stored, *[types.int64] * 9), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -242,6 +258,7 @@ def _as_float(context: Any, bits: Any) -> tuple[Any, Any]:
 
 _F = np.float32
 _MINUS_INFINITY: Final = _F(-np.inf)
+_LN_2: Final = math.log(2.0)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
@@ -284,55 +301,103 @@ def _pointer(context: Any, address: Any, number: Any) -> tuple[Any, Any]:
     return kind(types.int64, number), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _at_once(context: Any, stored: Any) -> tuple[Any, Any]:
+    """`_AT_ONCE` of what stands for a stored type."""
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        return _INT64(_AT_ONCE[stored])
+
+    return types.int64(stored), generate
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
+def _state_at(job: Any, run: Any) -> Any:
+    """Where the query is, and of a run its total, tops and sums."""
+    num_rows = job.num_heads * job.blocks_a_head * _NUM_ROWS
+    total_at = job.room_at + num_rows * job.num_vectors * _BYTES + run * job.run_bytes
+    tops_at = total_at + num_rows * (job.num_vectors * _BYTES + _BYTES + job.tokens_at_once * 4)
+    return job.room_at, total_at, tops_at, tops_at + num_rows * 4
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
+def _locate(job: Any, table: Any, token: Any, last: Any, addresses: Any) -> None:
+    """Write the addresses of the keys of tokens from `token` on; where there are no more before `last`, that of its
+    last one."""
+    token = min(token, last - 1)
+    page, offset = token // job.page_size, token % job.page_size
+    for i in range(len(addresses)):
+        addresses[i] = job.pages_at + np.int64(table[page]) * job.slot_stride + offset * job.token_stride
+        if token < last - 1:
+            token += 1
+            offset += 1
+            if offset == job.page_size:
+                page, offset = page + 1, 0
+
+
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
 def _attend(stored: Any, job: Any, run: Any) -> None:
     """Take the tokens of one run into its state."""
     num_heads, blocks_a_head, num_vectors = job.num_heads, job.blocks_a_head, job.num_vectors
     num_blocks, most = num_heads * blocks_a_head, job.tokens_at_once
-    block_bytes = _NUM_ROWS * _BYTES * num_vectors
-    total_at = job.total_at + run * num_blocks * block_bytes
-    scores_at = job.scores_at + run * num_blocks * (most // 4) * _BYTES
-    addresses_at = job.addresses_at + run * (most + 4) * 8
-    state_at = run * num_blocks * _NUM_ROWS * 4
-    tops = carray(_pointer(job.tops_at + state_at, _F(0)), num_blocks * _NUM_ROWS)
-    sums = carray(_pointer(job.sums_at + state_at, _F(0)), num_blocks * _NUM_ROWS)
+    at_once, head_stride, plane_stride = _at_once(stored), job.head_stride, job.plane_stride
+    near_tokens, near_head = min(job.near // num_heads * at_once, _LEAD - 2 * at_once), job.near % num_heads
+    far_tokens, far_head = min(job.far // num_heads * at_once, _LEAD - 2 * at_once), job.far % num_heads
+    block_bytes, scores_bytes = _NUM_ROWS * _BYTES * num_vectors, most // 4 * _BYTES
+    token_bytes = num_heads * head_stride
+    query_at, total_at, tops_at, sums_at = _state_at(job, run)
+    parts_at = total_at + num_blocks * block_bytes
+    scores_at = parts_at + num_blocks * 4 * _BYTES
+    keys_at = sums_at + num_blocks * _NUM_ROWS * 4
+    values_at = keys_at + (most + _LEAD) * 8
+    tops = carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)
+    sums = carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)
     total = carray(_pointer(total_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
     scores = carray(_pointer(scores_at, _F(0)), (num_blocks, most // 4, 16))
-    addresses = carray(_pointer(addresses_at, np.int64(0)), most + 4)
+    keys = carray(_pointer(keys_at, np.int64(0)), most + _LEAD)
+    values = carray(_pointer(values_at, np.int64(0)), most + _LEAD)
     table = carray(_pointer(job.table_at, np.int32(0)), 1 + (job.last - 1) // job.page_size)
     greatest = np.empty(16, np.float32)
     added = np.empty(16, np.float32)
-    lead = job.heads_ahead
     start = job.first + (job.last - job.first) * run // job.num_runs
     last = job.first + (job.last - job.first) * (run + 1) // job.num_runs
     while start < last:
         count = min(most, last - start)
         fours = (count + 3) // 4
-        # Behind the block's own tokens: those that follow, only to be fetched ahead.
-        for i in range(4 * fours + 4):
-            token = min(start + i, last - 1)
-            slot = np.int64(table[token // job.page_size])
-            addresses[i] = job.pages_at + slot * job.slot_stride + (token % job.page_size) * job.token_stride
-        for four in range(fours):
+        whole = (count + at_once - 1) // at_once * at_once
+        # Behind the block's own tokens is what follows, only to be asked for: values after keys, then the next keys.
+        _locate(job, table, start, last, keys[:whole])
+        for i in range(whole):
+            values[i] = keys[i] + plane_stride
+        for i in range(_LEAD):
+            keys[whole + i] = values[min(i, whole - 1)]
+        _locate(job, table, start + count, last, values[whole : whole + _LEAD])
+        for first in range(0, whole, at_once):
+            near_at, near = keys_at + 8 * (first + near_tokens), near_head * head_stride
+            far_at, far = keys_at + 8 * (first + far_tokens), far_head * head_stride
+            is_last = first % 4 + at_once == 4 or first + at_once == whole
             for head in range(num_heads):
-                ahead_at, ahead = addresses_at + 32 * four, head + lead
-                if ahead >= num_heads:
-                    ahead_at, ahead = ahead_at + 32, ahead - num_heads
                 for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
+                    products_at = parts_at + 4 * block * _BYTES
                     _dots(
-                        stored, job.query_at + block * block_bytes,
-                        addresses_at + 32 * four, head * job.head_stride, ahead_at, ahead * job.head_stride,
-                        num_vectors, scores_at + 64 * (block * (most // 4) + four),
+                        stored, query_at + block * block_bytes, keys_at + 8 * first, head * head_stride,
+                        near_at, near, far_at, far, num_vectors, products_at + first % 4 * _BYTES,
                     )  # fmt: skip
+                    if is_last:
+                        _add_up(products_at, scores_at + block * scores_bytes + first // 4 * _BYTES)
+                near, far = near + head_stride, far + head_stride
+                if near == token_bytes:
+                    near_at, near = near_at + 8 * at_once, 0
+                if far == token_bytes:
+                    far_at, far = far_at + 8 * at_once, 0
         if job.cap > _F(0.0):
-            for block in range(num_heads * blocks_a_head):
+            for block in range(num_blocks):
                 for four in range(fours):
                     for i in range(16):
                         scores[block, four, i] = job.cap * np.tanh(scores[block, four, i])
-        for block in range(num_heads * blocks_a_head):
-            for token in range(count, 4 * fours):
-                for row in range(4):
-                    scores[block, fours - 1, 4 * row + token % 4] = _MINUS_INFINITY
+        for block in range(num_blocks):
+            for i in range(4 * (count + 4 - 4 * fours), 16):
+                scores[block, fours - 1, i] = _MINUS_INFINITY
             for i in range(16):
                 greatest[i] = scores[block, 0, i]
             for four in range(1, fours):
@@ -340,7 +405,7 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
                     greatest[i] = max(greatest[i], scores[block, four, i])
             for row in range(4):
                 at = 4 * block + row
-                top = max(greatest[4 * row], greatest[4 * row + 1], greatest[4 * row + 2], greatest[4 * row + 3])
+                top = max(greatest[row], greatest[4 + row], greatest[8 + row], greatest[12 + row])
                 if top > tops[at]:
                     if sums[at] != _F(0.0):
                         factor = _exp2(tops[at] - top)
@@ -350,7 +415,7 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
                                 total[block, vector, row, i] *= factor
                     tops[at] = top
                 for token in range(4):
-                    greatest[4 * row + token] = tops[at]
+                    greatest[4 * token + row] = tops[at]
             for i in range(16):
                 added[i] = _F(0.0)
             for four in range(fours):
@@ -359,25 +424,83 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
                     added[i] += weight
                     scores[block, four, i] = weight
             for row in range(4):
-                sums[4 * block + row] += (added[4 * row] + added[4 * row + 1]) + (
-                    added[4 * row + 2] + added[4 * row + 3]
-                )
-            for token in range(count, 4 * fours):
-                for row in range(4):
-                    scores[block, fours - 1, 4 * row + token % 4] = _F(0.0)
-        for four in range(fours):
+                sums[4 * block + row] += (added[row] + added[4 + row]) + (added[8 + row] + added[12 + row])
+            for i in range(4 * (count + 4 - 4 * fours), 16):
+                scores[block, fours - 1, i] = _F(0.0)
+        for first in range(0, whole, at_once):
+            near_at, near = values_at + 8 * (first + near_tokens), near_head * head_stride
+            far_at, far = values_at + 8 * (first + far_tokens), far_head * head_stride
             for head in range(num_heads):
-                ahead_at, ahead = addresses_at + 32 * four, head + lead
-                if ahead >= num_heads:
-                    ahead_at, ahead = ahead_at + 32, ahead - num_heads
                 for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
+                    weights_at = scores_at + block * scores_bytes + first // 4 * _BYTES + first % 4 * 16
                     _weigh(
-                        stored, total_at + block * block_bytes,
-                        addresses_at + 32 * four, head * job.head_stride + job.plane_stride,
-                        ahead_at, ahead * job.head_stride + job.plane_stride,
-                        num_vectors, scores_at + 64 * (block * (most // 4) + four),
+                        stored, total_at + block * block_bytes, values_at + 8 * first, head * head_stride,
+                        near_at, near, far_at, far, num_vectors, weights_at,
                     )  # fmt: skip
+                near, far = near + head_stride, far + head_stride
+                if near == token_bytes:
+                    near_at, near = near_at + 8 * at_once, 0
+                if far == token_bytes:
+                    far_at, far = far_at + 8 * at_once, 0
         start += count
+
+
+def _begin(jobs: Any) -> None:
+    """Take over the query, and begin the states of all runs."""
+    job = carray(jobs, 1)[0]
+    num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
+    query_at, _, _, _ = _state_at(job, 0)
+    rows = carray(_pointer(query_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
+    for head in range(job.num_heads):
+        for row in range(job.blocks_a_head * _NUM_ROWS):
+            block = head * job.blocks_a_head + row // _NUM_ROWS
+            # Rows that fill up a group are those of its last.
+            place = job.query_at + (head * job.group + min(row, job.group - 1)) * job.query_stride
+            source = carray(_pointer(place, _F(0)), (num_vectors, LANES))
+            for vector in range(num_vectors):
+                for i in range(LANES):
+                    rows[block, vector, row % _NUM_ROWS, i] = source[vector, i] * job.scale
+    for run in range(job.most_runs):
+        _, total_at, tops_at, sums_at = _state_at(job, run)
+        total = carray(_pointer(total_at, _F(0)), num_blocks * num_vectors * _NUM_ROWS * LANES)
+        tops = carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)
+        sums = carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)
+        total[:], tops[:], sums[:] = _F(0.0), _MINUS_INFINITY, _F(0.0)
+
+
+def _end(jobs: Any) -> None:
+    """Merge the states of all runs, in their order, and write what comes out."""
+    job = carray(jobs, 1)[0]
+    num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
+    output = carray(_pointer(job.output_at, _F(0)), (job.num_heads * job.group, num_vectors, LANES))
+    lse = carray(_pointer(job.lse_at, _F(0)), job.num_heads * job.group)
+    for query_head in range(job.num_heads * job.group):
+        head, row = query_head // job.group, query_head % job.group
+        block = head * job.blocks_a_head + row // _NUM_ROWS
+        at, row = block * _NUM_ROWS + row % _NUM_ROWS, row % _NUM_ROWS
+        top = _MINUS_INFINITY
+        for run in range(job.most_runs):
+            _, _, tops_at, _ = _state_at(job, run)
+            top = max(top, carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)[at])
+        whole = 0.0
+        for vector in range(num_vectors):
+            for i in range(LANES):
+                output[query_head, vector, i] = _F(0.0)
+        for run in range(job.most_runs):
+            _, total_at, tops_at, sums_at = _state_at(job, run)
+            # In float64: rounded once, as a sum of two numbers in other units would not be.
+            weight = math.exp((np.float64(carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)[at]) - top) * _LN_2)
+            total = carray(_pointer(total_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
+            whole += weight * carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)[at]
+            factor = _F(weight)
+            for vector in range(num_vectors):
+                for i in range(LANES):
+                    output[query_head, vector, i] += factor * total[block, vector, row, i]
+        part = _F(1.0 / whole)
+        for vector in range(num_vectors):
+            for i in range(LANES):
+                output[query_head, vector, i] *= part
+        lse[query_head] = math.log(whole) + top * _LN_2
 
 
 def compiled(number: Any) -> Any:
@@ -391,9 +514,18 @@ def compiled(number: Any) -> Any:
             _attend(number, job, run)
             run = _counted(jobs)
 
+    return _function(attend)
+
+
+def compiled_ends() -> tuple[Any, Any]:
+    """Functions likewise, for one thread: to be called before the others, and when they are done."""
+    return _function(_begin), _function(_end)
+
+
+def _function(work: Callable[[Any], None]) -> Any:
     job = types.CPointer(from_dtype(np.dtype(Job)))
     try:
-        return cfunc(types.void(job), cache=True)(attend)
+        return cfunc(types.void(job), cache=True, error_model="numpy", fastmath=_FAST_MATH)(work)
     except RuntimeError:
         # Neither the folder of this file nor the user's own can be written to.
-        return cfunc(types.void(job))(attend)
+        return cfunc(types.void(job), error_model="numpy", fastmath=_FAST_MATH)(work)

@@ -4,17 +4,26 @@ import ctypes
 
 
 class Job(ctypes.Structure):
-    """Tokens of a table to attend to, in runs, each with a state of its own; as the loops read it.
+    """A query, and tokens of a table for it to attend to, in runs, each with a state of its own; as the loops read it.
 
-    `at` is the address of an array. The state's arrays have an item for each run: `tops` float32 [H * R * 4], the
-    greatest score of every row, in units of log2; `sums` [H * R * 4], of its weights, and `total` [H * R, D / 16, 4,
-    16], of its weighted values, relative to it; -inf, 0 and 0 at the start.
+    `at` is the address of an array, and strides are in bytes. H key/value heads have R blocks of four rows each, query
+    heads that are computed with together, of which the last may be there to fill up the group.
+
+    At `room_at` are float32 [H * R, D / 16, 4, 16], the query's rows, a vector of each after the other, scaled so that
+    products are in units of log2, or with a cap in units of it; and behind them, for each run and `run_bytes` apart,
+
+    - `total` float32 as the query, values by their weights;
+    - products [H * R, 4, 16] and scores [H * R, N / 4, 16], room for N tokens at once;
+    - `tops` [H * R * 4], the greatest score of every row, in units of log2, and `sums` [H * R * 4], of weights; these
+      and the total are relative to the top;
+    - addresses int64 [2, N + 64], room for N tokens.
     """
 
     _fields_ = (
         ("next_run", ctypes.c_int64),  # which nobody has begun yet; first, because it is counted up at this address
         ("num_runs", ctypes.c_int64),
-        # Pages, whose strides are in bytes, and a table int32 of slots that are there.
+        ("most_runs", ctypes.c_int64),
+        # Pages, and a table int32 of slots that are there.
         ("pages_at", ctypes.c_int64),
         ("slot_stride", ctypes.c_int64),
         ("plane_stride", ctypes.c_int64),
@@ -25,21 +34,23 @@ class Job(ctypes.Structure):
         # Tokens of the table.
         ("first", ctypes.c_int64),
         ("last", ctypes.c_int64),
-        # H, R and D / 16. R * 4 rows a head, of which four lie together, a vector of each after the other: float32
-        # [H, R, D / 16, 4, 16], scaled so that products are in units of log2, or with a cap in units of it.
+        # How far ahead data is asked for, twice: in heads of the tokens that are computed with together.
+        ("near", ctypes.c_int64),
+        ("far", ctypes.c_int64),
+        # H, R, D / 16, N, and query heads of a key/value head.
         ("num_heads", ctypes.c_int64),
         ("blocks_a_head", ctypes.c_int64),
         ("num_vectors", ctypes.c_int64),
-        ("query_at", ctypes.c_int64),
-        ("tops_at", ctypes.c_int64),
-        ("sums_at", ctypes.c_int64),
-        ("total_at", ctypes.c_int64),
-        # Room for each run: scores float32 [H * R, N / 4, 16] and addresses int64 [N + 4] for N tokens at once.
         ("tokens_at_once", ctypes.c_int64),
-        ("scores_at", ctypes.c_int64),
-        ("addresses_at", ctypes.c_int64),
-        # How far ahead data is fetched: 1 to H, heads of four tokens each.
-        ("heads_ahead", ctypes.c_int64),
-        # In units of log2; 0 for none.
+        ("group", ctypes.c_int64),
+        ("room_at", ctypes.c_int64),
+        ("run_bytes", ctypes.c_int64),
+        # The query float32 [HQ, D], and where the output [HQ, D] and LSE [HQ], in natural units, go.
+        ("query_at", ctypes.c_int64),
+        ("query_stride", ctypes.c_int64),
+        ("output_at", ctypes.c_int64),
+        ("lse_at", ctypes.c_int64),
+        # What a query is multiplied by, and the cap in units of log2; 0 for none.
+        ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     )
