@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -12,11 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hicache.errors import HicacheError
 from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.vllm.blocks import Blocks
+from hicache.service.engines.vllm.events import Announcements, SavedPage, SavedPages
 from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, check_version, format_of
+from hicache.service.engines.vllm.machine import machine_of
+from hicache.service.engines.vllm.metrics import HicachePromMetrics, HicacheStats
 from hicache.service.engines.vllm.plan import Load, Plan, Results
 from hicache.service.engines.vllm.scheduling import Scheduling
 from hicache.service.engines.vllm.settings import Settings
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger("vllm.hicache")
+_SOURCES: Final = {"host": CacheHitSource.HOST, "nvme": CacheHitSource.DISK}
 
 
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -52,6 +58,10 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._groups: Groups | None = None
         self._plan = Plan()
         self._failed_blocks: set[int] = set()
+        self._saved_pages: list[SavedPage] = []
+        events = vllm_config.kv_events_config
+        self._has_events: Final = bool(events is not None and events.enable_kv_cache_events)
+        self._announcements: Announcements | None = None
         self._unserved: list[Load] = []
         """Loads for a worker that has no cache."""
         try:
@@ -72,10 +82,15 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             # vLLM reads it after its connector is made. A cache that loses a page must not cost a request.
             transfer.kv_load_failure_policy = "recompute"
             _log.info("hicache: kv_load_failure_policy is now recompute")
-        format_id = format_of(vllm_config, kv_cache_config, groups, _platform(groups), vllm.__version__)
+        machine = machine_of(getattr(torch, groups.dtype), groups.block_size, groups.head_dim)
+        format_id = format_of(vllm_config, kv_cache_config, groups, machine, vllm.__version__)
         identity = Identity.of(vllm_config, groups, format_id, self._settings.weights)
         self._link = self._new_link("scheduler", staging_bytes=0, groups=groups)
         self._scheduling = Scheduling(identity, groups, self._link, self._settings.lookup_timeout_s)
+        if self._has_events:
+            self._announcements = Announcements(
+                groups.block_size, vllm_config.parallel_config.tensor_parallel_size
+            )
 
     def _new_link(self, name: str, *, staging_bytes: int, groups: Groups) -> Link:
         check = check_pages(groups.layout())
@@ -102,13 +117,23 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """What the worker's side does in this step."""
-        return StepPlan(Plan() if self._scheduling is None else self._scheduling.plan(scheduler_output))
+        if self._scheduling is None:
+            return StepPlan(Plan())
+        plan = self._scheduling.plan(scheduler_output)
+        if self._announcements is not None:
+            for save in plan.saves:
+                self._announcements.planned(self._scheduling.request(save.request_id), save)
+        return StepPlan(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the worker's side said."""
         if self._scheduling is not None:
             output = connector_output
             self._scheduling.ended(output.finished_recving or (), output.finished_sending or ())
+            if self._announcements is not None:
+                if output.kv_connector_worker_meta is not None:
+                    self._announcements.saved(output.kv_connector_worker_meta)
+                self._announcements.ended(output.finished_sending or ())
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks become free soon without a preemption."""
@@ -122,11 +147,42 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether blocks are kept until they are saved."""
-        return self._scheduling is not None and self._scheduling.finished(request), None
+        is_kept = self._scheduling is not None and self._scheduling.finished(request)
+        if not is_kept and self._announcements is not None:
+            self._announcements.ended([request.request_id])
+        return is_kept, None
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Which tier gave how many of the tokens that are loaded: memory or disk."""
+        if self._scheduling is None or not num_external_tokens:
+            return {}
+        sources = self._scheduling.sources(request, num_external_tokens)
+        return {_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED): count for tier, count in sources.items()}
 
     def take_events(self) -> Iterable[Any]:
-        """None: the sidecar publishes its own."""
-        return ()
+        """Pages that this engine has saved, in vLLM's form and names, where its events are on."""
+        return () if self._announcements is None else self._announcements.take()
+
+    # -- both sides ---------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Any:
+        """What was counted since the last call."""
+        side = self._scheduling or self._transfers
+        return None if side is None else HicacheStats(data=side.counts.take())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Counts that came from another process."""
+        return HicacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Any:
+        """Counters for Prometheus."""
+        return HicachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- the scheduler's side, when weights have changed --------------------------------------------------------------
 
     def reset_cache(self) -> bool | None:
         """Nothing of before is loaded from now on."""
@@ -179,6 +235,7 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """What has ended since the last step."""
         if self._transfers is not None:
             results = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+            self._saved_pages = results.saved_pages
         else:
             names = {load.request_id for load in self._unserved}
             blocks = {block for load in self._unserved for block in load.blocks[0]}
@@ -194,6 +251,11 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             finished_recving=results.loaded,
             failed_recving=set() if is_alone else results.failed,
         )
+
+    def build_connector_worker_meta(self) -> Any:
+        """Pages that were saved, for the events of the scheduler's side."""
+        saved, self._saved_pages = self._saved_pages, []
+        return SavedPages(dict.fromkeys(saved, 1)) if saved and self._has_events else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not filled, since the last call."""
@@ -211,18 +273,3 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._transfers.close()
         if self._link is not None:
             self._link.close()
-
-
-def _platform(groups: Groups) -> dict[str, str]:
-    """What the machine decides about the bytes of a block."""
-    from vllm.platforms import current_platform
-
-    found = {"device": str(current_platform.device_type)}
-    if current_platform.is_cpu():
-        import torch
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        found["isa"] = _get_attn_isa(getattr(torch, groups.dtype), groups.block_size, groups.head_dim)
-    else:
-        found["capability"] = str(current_platform.get_device_capability())
-    return found

@@ -122,24 +122,47 @@ def check_parallel(parallel: Any) -> None:
             raise BadRequest(name, f"{getattr(parallel, name)} ranks are not supported, only 1")
 
 
-def format_of(
-    vllm_config: Any, kv_cache_config: Any, groups: Groups, platform: Mapping[str, str], version: str
-) -> bytes:
-    """What decides the order of bytes in a block, as a digest. `platform`: what the machine adds to it."""
+def engine_record(vllm_config: Any, platform: Mapping[str, str], version: str) -> dict[str, Any]:
+    """What decides the order of bytes in all blocks of an engine. `platform`: what the machine adds to it."""
     attention = getattr(vllm_config, "attention_config", None)
-    record = {
+    return {
         "engine": "vllm",
         "version": version,
         "platform": dict(platform),
         "backend": str(getattr(attention, "backend", None)),
-        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+
+
+def format_of(
+    vllm_config: Any, kv_cache_config: Any, groups: Groups, platform: Mapping[str, str], version: str
+) -> bytes:
+    """What decides the order of bytes in a block of the connector's, as a digest."""
+    record = {
+        **engine_record(vllm_config, platform, version),
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "dtype": groups.dtype,
         "block_size": groups.block_size,
         "layer_bytes": groups.layer_bytes,
         "groups": [[list(names), window] for names, window in zip(groups.layer_names, groups.windows, strict=True)],
     }
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).digest()
+
+
+def model_digest(vllm_config: Any, weights: str) -> str:
+    """`"sha256:"` and the digest of the weights, the effective configuration of the model with its rope, quantization
+    and dtype. `weights`: the name that the settings give, empty to digest the files. Raises `BadRequest` where there is
+    neither."""
+    model = vllm_config.model_config
+    if not weights:
+        if str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy":
+            raise BadRequest("weights", "are made up (load_format=dummy); name them with the setting `weights`")
+        weights = files_digest(local_directory(vllm_config))
+    config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    whole = hashlib.sha256(b"hicache-vllm\x01")
+    for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype)):
+        whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+    return f"sha256:{whole.hexdigest()}"
 
 
 class Identity:
@@ -155,17 +178,8 @@ class Identity:
     def of(cls, vllm_config: Any, groups: Groups, format_id: bytes, weights: str) -> "Identity":
         """`weights`: the name of the weights that the settings give, empty to digest their files. Raises `BadRequest`
         where there is neither."""
-        model = vllm_config.model_config
-        if not weights:
-            if str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy":
-                raise BadRequest("weights", "are made up (load_format=dummy); name them with the setting `weights`")
-            weights = files_digest(local_directory(vllm_config))
-        config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
-        whole = hashlib.sha256(b"hicache-vllm\x01")
-        for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype)):
-            whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
         base = Namespace(
-            model=f"sha256:{whole.hexdigest()}",
+            model=model_digest(vllm_config, weights),
             layout=groups.layout(),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             salt=format_id,

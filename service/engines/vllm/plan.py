@@ -69,3 +69,5 @@ class Results:
     """Those of `loaded` that lack pages."""
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of the first group that were not filled."""
+    saved_pages: list[tuple[str, int]] = field(default_factory=list)
+    """Pages that are in the sidecar now, each as a request's and its number in it."""

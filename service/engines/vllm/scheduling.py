@@ -13,6 +13,7 @@ from hicache.namespace import Namespace
 from hicache.service.client import Client, Prompt
 from hicache.service.client.results import Lookup
 from hicache.service.engines.link import Link
+from hicache.service.engines.vllm.counts import Counts
 from hicache.service.engines.vllm.identity import Groups, Identity
 from hicache.service.engines.vllm.plan import NULL_BLOCK, BlockIds, Load, Plan, Save
 from hicache.service.wire import pack_int32
@@ -30,6 +31,8 @@ class Tracked:
     prompt: Prompt
     """As far as it was looked up."""
     found_tokens: int = 0
+    runs: tuple[tuple[str, int], ...] = ()
+    """Where those are: tiers of the sidecar, each with how many tokens, from the first on."""
     found_at: float = float("-inf")
     wanted: tuple[int, int] = (0, 0)
     """Pages that the last answer to vLLM offered: from, to."""
@@ -53,6 +56,7 @@ class Scheduling:
         self._block_size: Final = groups.block_size
         self._link: Final = link
         self._lookup_timeout_s: Final = lookup_timeout_s
+        self.counts: Final = Counts()
         self._tracked: Final[dict[str, Tracked | None]] = {}
         self._loads: list[Load] = []
         self._unreported: list[str] = []
@@ -99,6 +103,13 @@ class Scheduling:
 
         found = self._link.call(ask)
         tracked.found_tokens = 0 if found is None else found.num_tokens
+        tracked.runs = () if found is None else found.runs
+        self.counts.add(
+            lookups=1,
+            unanswered_lookups=found is None,
+            asked_tokens=len(prompt),
+            found_tokens=tracked.found_tokens,
+        )
         tracked.found_at = now
         return tracked.found_tokens
 
@@ -116,6 +127,21 @@ class Scheduling:
         self._loads.append(
             Load(request.request_id, tracked.namespace, bytes(tokens), first, self._blocks(block_ids, first, end))
         )
+
+    def sources(self, request: Any, num_external: int) -> dict[str, int]:
+        """Which tier of the sidecar had how many of the tokens that are loaded, as of the lookup."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return {}
+        start = tracked.wanted[0] * self._block_size
+        end, at = start + num_external, 0
+        sources: dict[str, int] = {}
+        for tier, num_tokens in tracked.runs:
+            shared = min(end, at + num_tokens) - max(start, at)
+            at += num_tokens
+            if shared > 0:
+                sources[tier] = sources.get(tier, 0) + shared
+        return sources
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -188,12 +214,21 @@ class Scheduling:
     def _blocks(self, block_ids: tuple[list[int], ...], first: int, end: int) -> BlockIds:
         return tuple(tuple(block_ids[group][first:end]) for group in self._groups.ids)
 
+    def request(self, name: str) -> Any:
+        """A request that is not finished, by its name; None for one that is not cached."""
+        tracked = self._tracked.get(name)
+        return None if tracked is None else tracked.request
+
     def ended(self, loaded: Iterable[str], saved: Iterable[str]) -> None:
         """Loads of these requests have ended, and the blocks of those are not kept any more."""
         for name in loaded:
             tracked = self._tracked.get(name)
             if tracked is not None:
                 tracked.is_loading = False
+                _count_what_was_loaded(tracked.request)
+                if tracked.num_full == tracked.wanted[1]:
+                    # What could not be had is computed, and saved then.
+                    tracked.num_full = min(tracked.num_full, tracked.request.num_computed_tokens // self._block_size)
         self._kept.difference_update(saved)
 
     @property
@@ -221,3 +256,16 @@ class Scheduling:
                 # What runs was begun with what is not to be used any more.
                 tracked.loads_left = 0
                 tracked.num_full = 1 << 62
+
+
+def _count_what_was_loaded(request: Any) -> None:
+    """Take what a load did not bring out of vLLM's own figures, which have it as cached since the load began. A failed
+    load has shortened the request's computed tokens by now."""
+    stats = getattr(request, "prefill_stats", None)
+    if stats is not None and stats.num_cached_tokens > request.num_computed_tokens:
+        num_local = min(stats.num_local_cached_tokens, request.num_computed_tokens)
+        stats.set(
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_local_cached_tokens=num_local,
+            num_external_cached_tokens=request.num_computed_tokens - num_local,
+        )

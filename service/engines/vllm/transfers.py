@@ -18,6 +18,7 @@ from typing import Any, Final
 from hicache.service.client import Client, Outcome, Prompt
 from hicache.service.engines.link import Link
 from hicache.service.engines.vllm.blocks import Blocks
+from hicache.service.engines.vllm.counts import Counts
 from hicache.service.engines.vllm.plan import NULL_BLOCK, Load, Plan, Results, Save
 from hicache.service.engines.vllm.settings import Settings
 
@@ -49,6 +50,8 @@ class _Job:
     saving: _Saving
     num_preempted: int
     """How often the request had been preempted when it began."""
+    began: float
+    """When."""
     is_overwritten: bool = False
     """Whether somebody else writes to a block of it. Set while `saving.copying` is held."""
 
@@ -79,16 +82,19 @@ class Transfers:
         """Finished requests that have saves under way."""
         self._unreported: Final[set[str]] = set()
         self._results = Results()
+        self.counts: Final = Counts()
         self._num_loads = self._num_saves = 0
 
     # -- the worker's thread ------------------------------------------------------------------------------------------
 
     def begin_loads(self, plan: Plan) -> None:
         """Begin to fill blocks that vLLM has set aside."""
+        # From now on: a load that waits for others, as of a disk that does not answer, has no more time than they.
+        deadline = time.monotonic() + self._settings.load_timeout_s
         for load in plan.loads:
             with self._lock:
                 self._num_loads += 1
-            self._loader.submit(self._carry_out_load, load, self._blocks.fence())
+            self._loader.submit(self._carry_out_load, load, self._blocks.fence(), deadline)
 
     def begin_saves(self, plan: Plan) -> None:
         """Begin to save blocks that the work queued until now fills."""
@@ -101,7 +107,7 @@ class Transfers:
                 saving.num_jobs += 1
                 self._num_saves += 1
                 is_left_out = self._num_saves > self._settings.max_pending_saves
-                job = _Job(save, saving, saving.num_preempted)
+                job = _Job(save, saving, saving.num_preempted, time.monotonic())
                 self._jobs.add(job)
             self._saver.submit(self._carry_out_save, job, self._blocks.fence(), is_left_out)
 
@@ -145,15 +151,21 @@ class Transfers:
 
     # -- the loader's thread ------------------------------------------------------------------------------------------
 
-    def _carry_out_load(self, load: Load, fence: Any) -> None:
+    def _carry_out_load(self, load: Load, fence: Any, deadline: float) -> None:
         num_pages = len(load.blocks[0])
-        num_loaded = 0
+        num_loaded, began = 0, time.monotonic()
         try:
             self._blocks.wait_for(fence)
-            num_loaded = self._link.call(lambda client: self._load(client, load)) or 0
+            num_loaded = self._link.call(lambda client: self._load(client, load, deadline)) or 0
         except Exception:
             _log.exception("hicache: a load failed; its pages are computed")
         finally:
+            self.counts.add(
+                loaded_pages=num_loaded,
+                loaded_bytes=num_loaded * self._blocks.page_bytes,
+                load_seconds=time.monotonic() - began,
+                unloaded_pages=num_pages - num_loaded,
+            )
             missing = [group[num_loaded:] for group in load.blocks]
             with self._lock:
                 results = self._results
@@ -164,10 +176,9 @@ class Transfers:
                 self._num_loads -= 1
                 self._has_loaded.set()
 
-    def _load(self, client: Client, load: Load) -> int:
+    def _load(self, client: Client, load: Load, deadline: float) -> int:
         """Fill a load's blocks; how many pages, from the first on, are right."""
         prompt = Prompt(load.namespace, memoryview(load.tokens).cast("i"), rank=self._rank)
-        deadline = time.monotonic() + self._settings.load_timeout_s
         num_pages, done = len(load.blocks[0]), 0
         while done < num_pages and time.monotonic() < deadline:
             first_page = load.first_page + done
@@ -185,24 +196,33 @@ class Transfers:
 
     def _carry_out_save(self, job: _Job, fence: Any, is_left_out: bool) -> None:
         save, saving = job.save, job.saving
+        num_stored = num_cached = 0
         try:
             saving.prompt.extend(memoryview(save.new_tokens).cast("i"))
             if not is_left_out and not job.is_stale:
                 self._blocks.wait_for(fence)
-                self._link.call(lambda client: self._save(client, job))
+                num_stored, num_cached = self._link.call(lambda client: self._save(client, job)) or (0, 0)
         except Exception:
             _log.exception("hicache: a save failed")
         finally:
+            self.counts.add(
+                saved_pages=num_stored,
+                saved_bytes=num_stored * self._blocks.page_bytes,
+                save_seconds=time.monotonic() - job.began,
+                unsaved_pages=len(save.blocks[0]) - num_cached,
+            )
             with self._lock:
+                self._results.saved_pages += [(save.request_id, save.first_page + page) for page in range(num_cached)]
                 self._num_saves -= 1
                 saving.num_jobs -= 1
                 self._jobs.discard(job)
 
-    def _save(self, client: Client, job: _Job) -> None:
-        """Store a save's pages, as many as the sidecar takes."""
+    def _save(self, client: Client, job: _Job) -> tuple[int, int]:
+        """Store a save's pages, as many as the sidecar takes. Returns how many were stored, and how many, from the
+        first on, are in the sidecar now."""
         save, saving = job.save, job.saving
         deadline = time.monotonic() + self._settings.save_timeout_s
-        num_pages, done = len(save.blocks[0]), 0
+        num_pages, done, num_stored = len(save.blocks[0]), 0, 0
         num_tokens = (save.first_page + num_pages) * self._page_size
         while done < num_pages and time.monotonic() < deadline:
             reservation = client.reserve(
@@ -213,15 +233,17 @@ class Transfers:
             )
             with reservation:
                 if reservation.outcome is Outcome.RESIDENT:
-                    return
-                done = reservation.first_page - save.first_page
-                if reservation.outcome is not Outcome.ACCEPTED or done < 0:
+                    return num_stored, num_pages
+                first = reservation.first_page - save.first_page
+                if reservation.outcome is not Outcome.ACCEPTED or first < 0:
                     break
                 with saving.copying:
                     if job.is_stale:
                         break
-                    self._blocks.save(save.blocks, done, list(reservation))
+                    self._blocks.save(save.blocks, first, list(reservation))
                 num_written = len(reservation)
                 if reservation.commit(timeout_s=max(0.01, deadline - time.monotonic())).outcome is Outcome.REFUSED:
                     break
-                done += num_written
+                done = first + num_written
+                num_stored += num_written
+        return num_stored, done
