@@ -13,24 +13,40 @@ The files, in the order in which a request meets them:
     transfers.py      the worker's side: loads and saves, on threads of their own
     blocks.py         the engine's KV memory, block by block, as bytes
 
-Beside this package, for all engines: `link` is the session with the sidecar, and doing without; `weights` digests a
-model's files; `settings` is what every engine may be told.
+and where vLLM offloads to host memory itself, with the sidecar below it:
+
+    offloading.py     `HicacheOffloadingConnector` and `HicacheOffloadingSpec`: vLLM's own, that tell whose chunks these
+                      are, and run on a CPU
+    tier.py           `HicacheTier`, the sidecar as a secondary tier
+    chunks.py         which chunks may be an engine's
+
+`machine.py` says what the machine decides about the bytes of a block. Beside this package, for all engines: `link` is
+the session with the sidecar, and doing without; `weights` digests a model's files; `settings` is what every engine may
+be told; `objects` keeps pages by keys, and `ranges` copies them.
 
 Nothing here makes a request fail or wait for more than its time: what cannot be had is computed.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from hicache.service.engines.vllm.connector import HicacheConnector
+    from hicache.service.engines.vllm.offloading import HicacheOffloadingConnector, HicacheOffloadingSpec
+    from hicache.service.engines.vllm.tier import HicacheTier
 
-__all__ = ["HicacheConnector"]
+__all__ = ["HicacheConnector", "HicacheOffloadingConnector", "HicacheOffloadingSpec", "HicacheTier"]
+
+_MODULES: Final = {
+    "HicacheConnector": "connector",
+    "HicacheOffloadingConnector": "offloading",
+    "HicacheOffloadingSpec": "offloading",
+    "HicacheTier": "tier",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # The files beside the connector are used, and tested, where there is no vLLM.
-    if name == "HicacheConnector":
-        from hicache.service.engines.vllm.connector import HicacheConnector
-
-        return HicacheConnector
+    # The files beside these are used, and tested, where there is no vLLM.
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
