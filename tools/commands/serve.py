@@ -33,7 +33,7 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
   [layout]   num_layers, num_kv_heads, head_dim, dtype = "bfloat16", page_size
   [host]     bytes = "64GiB", keep_arena
   [nvme]     dir = ["/data/hicache"], bytes = "500GiB", min_free_bytes, write_bytes_per_day,
-             codec
+             codec, admission
   [limits]   max_sessions, max_calls, max_calls_per_session, max_tokens, max_namespaces,
              max_handles, max_leases, leased_share, staging_bytes, total_staging_bytes,
              message_bytes
@@ -43,7 +43,8 @@ keys, and any of them can be given as --set KEY=VALUE with a value as TOML has i
   [events]   endpoint = "ipc:///run/hicache/events", replay_endpoint   (KV events over ZMQ)
   [tcp]      listen = "0.0.0.0:7443", token_sha256 = "...", cert = "server.pem",
              key = "server.key", client_ca, plain
-  [tenants.NAME]  secret_sha256 = "..."    (without such tables there is one tenant)
+  [tenants.NAME]  secret_sha256 = "...", host = 0.25, nvme = "100GiB"   (of each tier, its own;
+             without such tables there is one tenant)
 
 Over TCP, clients say connect("tls://HOST:PORT", token=...). The file knows the SHA-256 of
 the access token (printf %s TOKEN | sha256sum); with client_ca a client also needs a
@@ -65,6 +66,13 @@ that socket_group names, or for such as are trusted not to do that.
 SIGTERM and SIGINT stop it: sessions that hold something have drain_s seconds to finish,
 then everything is given back. A second signal ends it at once; what was promised as
 durable is kept either way.
+
+examples:
+  hicache serve --config /etc/hicache.toml --check
+  hicache serve --config /etc/hicache.toml --http 8080 --tokenizer ./model
+  hicache serve --host 16GiB --nvme-dir /data/hicache --nvme 200GiB --set layout.num_layers=32 \
+    --set layout.num_kv_heads=8 --set layout.head_dim=128 --set layout.dtype=bfloat16 \
+    --set layout.page_size=16
 
 exit status: 0 it was told to stop, and did; 1 it could not start or failed; 2 bad usage,
 nothing was touched
