@@ -1,15 +1,16 @@
 """Spans of calls for OpenTelemetry, where the environment names a collector; nothing of it is loaded otherwise.
 
-One span a call, but for sessions' streams: how it ended and how many bytes came and went, below the caller's own span
-where the call brings one ("traceparent"). Nothing that a prompt consists of is in it, nor whose it is. The exporter
-speaks OTLP over HTTP and takes its settings from the environment, as OpenTelemetry describes them; what it cannot send
-in time is dropped.
+One span a call, and one a look-up on a session's stream, which itself has none: how it ended and how many bytes came
+and went, below the caller's own span where the call brings one ("traceparent"). Nothing that a prompt consists of is in
+it, nor whose it is. The exporter speaks OTLP over HTTP and takes its settings from the environment, as OpenTelemetry
+describes them; what it cannot send in time is dropped.
 """
 
 import asyncio
 import inspect
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,7 @@ import grpc.aio
 import hicache
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context as SpanContext
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
@@ -103,18 +105,34 @@ class Tracing(grpc.aio.ServerInterceptor):
         )  # fmt: skip
         return make(stream)
 
-    @contextmanager
-    def _span(self, path: str, metadata: Any, context: Any) -> Iterator["Span"]:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+    def note(
+        self, path: str, code: grpc.StatusCode, took_s: float, request_bytes: int, reply_bytes: int
+    ) -> None:
+        """A call has just ended that travelled on a session's stream, and therefore below no span of the caller."""
+        from opentelemetry.context import Context
 
-        carrier = {key: value for key, value in metadata if isinstance(value, str)}
+        ended_ns = time.time_ns()
+        span = self._start(path, Context(), began_ns=ended_ns - round(took_s * 1e9))
+        span.set_attribute("hicache.request.bytes", request_bytes)
+        span.set_attribute("hicache.reply.bytes", reply_bytes)
+        _end(span, code, ended_ns)
+
+    def _start(self, path: str, parent: "SpanContext", *, began_ns: int | None = None) -> "Span":
+        from opentelemetry.trace import SpanKind
+
         service, _, method = path.lstrip("/").partition("/")
-        span = self._tracer.start_span(
+        return self._tracer.start_span(
             path.lstrip("/"),
-            context=self._propagator.extract(carrier),
+            context=parent,
             kind=SpanKind.SERVER,
             attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
+            start_time=began_ns,
         )
+
+    @contextmanager
+    def _span(self, path: str, metadata: Any, context: Any) -> Iterator["Span"]:
+        carrier = {key: value for key, value in metadata if isinstance(value, str)}
+        span = self._start(path, self._propagator.extract(carrier))
         code = grpc.StatusCode.OK
         try:
             yield span
@@ -126,10 +144,16 @@ class Tracing(grpc.aio.ServerInterceptor):
             code = aborted or grpc.StatusCode.UNKNOWN
             raise
         finally:
-            span.set_attribute("rpc.grpc.status_code", code.value[0])
-            if code is not grpc.StatusCode.OK:
-                span.set_status(Status(StatusCode.ERROR, code.name))
-            span.end()
+            _end(span, code)
+
+
+def _end(span: "Span", code: grpc.StatusCode, ended_ns: int | None = None) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("rpc.grpc.status_code", code.value[0])
+    if code is not grpc.StatusCode.OK:
+        span.set_status(Status(StatusCode.ERROR, code.name))
+    span.end(ended_ns)
 
 
 class _Seen:

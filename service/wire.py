@@ -48,10 +48,13 @@ PIECE_BYTES: Final = 1 << 20
 """Longest piece of a page in a message."""
 OVERHEAD_BYTES: Final = 256 << 10
 """What a message may have beside its token ids; an identity record is the longest of that."""
+SHORT_BYTES: Final = 64 << 10
+"""Longest look-up that a client sends on its session's stream."""
 MAX_REPLY_BYTES: Final = 64 << 20
 """Longest reply that a client takes: slots and generations of five million pages."""
 
 _LENGTH: Final = struct.Struct("<I")
+_NUMBER: Final = struct.Struct("<Q")
 _M = TypeVar("_M", bound=Message)
 
 
@@ -154,6 +157,11 @@ def with_tokens(message: bytes, tokens: "bytes | memoryview") -> bytes:
         return message
     head = b"\x1a" + _varint(len(tokens))
     return b"".join((message, b"\x0a", _varint(len(head) + len(tokens)), head, tokens))
+
+
+def asking(lookup: bytes, number: int) -> bytes:
+    """A packed `Beat` that asks a packed `LookupRequest` under a number above 0."""
+    return b"".join((b"\x21", _NUMBER.pack(number), b"\x1a", _varint(len(lookup)), lookup))
 
 
 def _varint(number: int) -> bytes:

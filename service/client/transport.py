@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,6 +18,7 @@ import grpc.aio
 
 from hicache.errors import BadRequest, DeadlineExceeded
 from hicache.service import wire
+from hicache.service.client.asking import Asking
 from hicache.service.client.calls import REPLIES, Request
 from hicache.service.errors import ServerFailure, Unreachable, error_of, from_error
 from hicache.service.proto import hicache_pb2 as pb
@@ -95,7 +96,7 @@ class GrpcTransport:
             for name, kind in REPLIES.items()
         }
         self._metadata: tuple[tuple[str, bytes], ...] = ()
-        self._stop: Final = threading.Event()
+        self._asking: Final = Asking()
         self._threads: Final[list[threading.Thread]] = []
 
     def _open_channel(self) -> grpc.Channel:
@@ -109,20 +110,18 @@ class GrpcTransport:
         """See `Transport.attach`."""
         self._metadata = ((wire.TOKEN_METADATA, token),)
 
-        def beats() -> Iterator[pb.Beat]:
-            yield beat()
-            while not self._stop.wait(beat_s):
-                yield beat()
-
         stream = self._channel.stream_stream(
-            _METHODS["Attach"], request_serializer=_serialize, response_deserializer=pb.Notice.FromString
-        )(beats(), metadata=self._metadata)
+            _METHODS["Attach"], request_serializer=bytes, response_deserializer=pb.Notice.FromString
+        )(self._asking.beats(beat_s, beat), metadata=self._metadata)
 
         def listen() -> None:
             with suppress(grpc.RpcError):
                 for notice in stream:
-                    on_notice(notice)
-            self._stop.set()
+                    if notice.number:
+                        self._asking.hear(notice)
+                    else:
+                        on_notice(notice)
+            self._asking.close()
             on_end()
 
         thread = threading.Thread(target=listen, name="hicache-session", daemon=True)
@@ -130,7 +129,9 @@ class GrpcTransport:
         thread.start()
 
     def call(self, request: Request, timeout_s: float) -> Any:
-        """See `Transport.call`."""
+        """See `Transport.call`. Short look-ups travel on the session's stream."""
+        if request.method == "Lookup" and len(request.tokens) < wire.SHORT_BYTES:
+            return self._asking.look_up(_packed(request), timeout_s)
         try:
             return self._calls[request.method](request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -138,7 +139,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._stop.set()
+        self._asking.close()
         self._channel.close()
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -155,12 +155,16 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[int] = ..., token: _Optional[bytes] = ..., session_id: _Optional[int] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., slot_stride: _Optional[int] = ..., arena_slots: _Optional[int] = ..., staging_slots: _Optional[int] = ..., attach_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_leases: _Optional[int] = ..., max_leased_pages: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("abandoned", "work")
+    __slots__ = ("abandoned", "work", "lookup", "number")
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     abandoned: _containers.RepeatedScalarFieldContainer[int]
     work: EngineWork
-    def __init__(self, abandoned: _Optional[_Iterable[int]] = ..., work: _Optional[_Union[EngineWork, _Mapping]] = ...) -> None: ...
+    lookup: LookupRequest
+    number: int
+    def __init__(self, abandoned: _Optional[_Iterable[int]] = ..., work: _Optional[_Union[EngineWork, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class EngineWork(_message.Message):
     __slots__ = ("queue_waits", "queue_wait_us", "prefill_tokens", "prefill_us", "decode_tokens", "decode_us")
@@ -179,16 +183,22 @@ class EngineWork(_message.Message):
     def __init__(self, queue_waits: _Optional[int] = ..., queue_wait_us: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., prefill_us: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_us: _Optional[int] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("boot_id", "durable_sequence", "lost", "draining")
+    __slots__ = ("boot_id", "durable_sequence", "lost", "draining", "number", "lookup", "error")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     DURABLE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     boot_id: int
     durable_sequence: int
     lost: _containers.RepeatedScalarFieldContainer[int]
     draining: bool
-    def __init__(self, boot_id: _Optional[int] = ..., durable_sequence: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    number: int
+    lookup: LookupReply
+    error: Error
+    def __init__(self, boot_id: _Optional[int] = ..., durable_sequence: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ..., draining: _Optional[bool] = ..., number: _Optional[int] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("record", "rank")

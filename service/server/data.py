@@ -1,10 +1,9 @@
 """What engines call. Each call translates its message, asks the cache, and says what happened."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-import grpc.aio
 import numpy as np
 
 from hicache.cache import Cache, Coverage
@@ -16,13 +15,13 @@ from hicache.residency import Residency
 from hicache.service.errors import LimitReached, UnknownSession, reason_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.adopting import Adopting
-from hicache.service.server.edge import Call
+from hicache.service.server.edge import Call, Stream
 from hicache.service.server.pieces import read_piece, write_piece
 from hicache.service.server.recording import Recording
 from hicache.service.server.session import Lent, Session, Tokens
 from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
-from hicache.service.wire import parse
+from hicache.service.wire import CACHE, parse, path_of
 from hicache.service.work import EngineWork
 from hicache.tier import HOST, NVME
 from hicache.tiers.host import HostTier
@@ -33,6 +32,7 @@ MAX_RELEASED: Final = 4096
 MAX_WITHIN_MS: Final = 600_000
 NOTICES_A_LEASE: Final = 3
 """Notices and beats that are sent within the lease time, at least."""
+_LOOKUP: Final = path_of(CACHE.methods_by_name["Lookup"])
 _TIERS: Final = {HOST: pb.TIER_HOST, NVME: pb.TIER_NVME}
 
 
@@ -58,27 +58,29 @@ class DataCalls:
 
     # -- the session --------------------------------------------------------------------------------------------------
 
-    async def attach(
-        self, session: Session, beats: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> None:
+    async def attach(self, stream: Stream) -> None:
         """The session's stream: its end ends the session."""
+        session = stream.session
         if session.is_attached:
             raise BadRequest("attach", "the session has a stream already")
         session.is_attached = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                listening = tasks.create_task(self._listen(session, beats))
-                telling = tasks.create_task(self._tell(session, context))
-                listening.add_done_callback(lambda _: self._sessions.end(session, "its stream ended"))
-                telling.add_done_callback(lambda _: listening.cancel())
+                talking = [tasks.create_task(self._listen(stream)), tasks.create_task(self._tell(stream))]
+                for each in talking:
+                    each.add_done_callback(lambda _: self._sessions.end(session, "its stream ended"))
+                await session.ended.wait()
+                for each in talking:
+                    each.cancel()  # also from a client that does not read
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             self._sessions.end(session, "its stream ended")
         raise UnknownSession("the session has ended")
 
-    async def _listen(self, session: Session, beats: AsyncIterator[bytes]) -> None:
-        async for data in beats:
+    async def _listen(self, stream: Stream) -> None:
+        session = stream.session
+        async for data in stream.said:
             beat = parse(pb.Beat, data)
             session.last_heard = self._cache.clock.monotonic()
             if beat.HasField("work"):
@@ -87,20 +89,29 @@ class DataCalls:
                 raise LimitReached(f"{len(beat.abandoned)} calls are more than {MAX_ABANDONED}", field="abandoned")
             for call in beat.abandoned:
                 self._sessions.abandon(session, call)
+            if beat.HasField("lookup"):
+                await stream.send(self._answer(stream, beat))
 
-    async def _tell(self, session: Session, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        while not session.ended.is_set():
+    def _answer(self, stream: Stream, beat: pb.Beat) -> pb.Notice:
+        if not beat.number:
+            raise BadRequest("number", "is missing")
+        reply = stream.answer(_LOOKUP, beat.lookup, lambda: self._look_up(stream.session, beat.lookup))
+        if isinstance(reply, pb.Error):
+            return pb.Notice(number=beat.number, error=reply)
+        return pb.Notice(number=beat.number, lookup=reply)
+
+    async def _tell(self, stream: Stream) -> None:
+        session = stream.session
+        while True:
             session.news.clear()
-            notice = pb.Notice(
-                boot_id=self._sessions.boot.id,
-                durable_sequence=session.promises.durable,
-                lost=session.promises.take_lost(),
-                draining=self._sessions.is_draining,
+            await stream.send(
+                pb.Notice(
+                    boot_id=self._sessions.boot.id,
+                    durable_sequence=session.promises.durable,
+                    lost=session.promises.take_lost(),
+                    draining=self._sessions.is_draining,
+                )
             )
-            try:
-                await context.write(notice.SerializeToString())
-            except grpc.aio.InternalError:
-                return  # the client has gone
             try:
                 async with asyncio.timeout(self._sessions.times.lease_s / (NOTICES_A_LEASE + 1)):
                     await session.news.wait()
@@ -115,18 +126,21 @@ class DataCalls:
 
     async def lookup(self, call: Call, request: pb.LookupRequest) -> pb.LookupReply:
         """See the proto. Does not wait."""
-        match = self._sessions.names.match(call.session, request.prefix)
-        theirs = self._published(call.session, request.prefix, match) if self._cache.tree.num_publications else None
+        return self._look_up(call.session, request)
+
+    def _look_up(self, session: Session, request: pb.LookupRequest) -> pb.LookupReply:
+        match = self._sessions.names.match(session, request.prefix)
+        theirs = self._published(session, request.prefix, match) if self._cache.tree.num_publications else None
         coverage = self._cache.coverage(match if theirs is None else theirs)
         if self._recording.is_on:
-            self._record(call.session, request.prefix, coverage, None)
+            self._record(session, request.prefix, coverage, None)
         if theirs is not None:
             return pb.LookupReply(num_tokens=coverage.num_tokens, runs=runs_of(coverage))
         return pb.LookupReply(
             num_tokens=coverage.num_tokens,
             partial_tokens=coverage.partial_tokens,
             runs=runs_of(coverage),
-            handle=self._handle(call.session, request.prefix.namespace_id, match),
+            handle=self._handle(session, request.prefix.namespace_id, match),
         )
 
     def _record(self, session: Session, prefix: pb.Prefix, coverage: Coverage, first_page: int | None) -> None:

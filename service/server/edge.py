@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,9 +24,11 @@ from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
 from hicache.service.errors import Forbidden, LimitReached, ServerFailure, UnknownSession, to_wire
 from hicache.service.metrics import CallTimes
+from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.intake import AT_ONCE, Intake
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
+from hicache.service.tracing import Tracing
 from hicache.service.wire import ACCESS_METADATA, ERROR_METADATA, TOKEN_METADATA, longest_request, parse
 
 REPLY_S: Final = 0.25
@@ -36,6 +38,7 @@ answer with what there is then still arrives."""
 LOOKAHEAD_BYTES: Final = 256 << 10
 """What a connection may hold of a message that is not being received yet."""
 
+R = TypeVar("R", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,52 @@ class Call:
         return self.owner
 
 
+class Stream:
+    """A session's stream: what the client says, what it is told, and the calls that travel on it."""
+
+    def __init__(
+        self,
+        session: Session,
+        said: AsyncIterator[bytes],
+        context: Context,
+        clock: Clock,
+        times: CallTimes,
+        tracing: Tracing | None,
+    ) -> None:
+        self.session: Final = session
+        self.said: Final = said
+        """The client's messages."""
+        self._context: Final = context
+        self._clock: Final = clock
+        self._times: Final = times
+        self._tracing: Final = tracing
+        self._turn: Final = asyncio.Lock()
+
+    async def send(self, message: Message) -> None:
+        """Tell the client something. Waits for a client that does not read, and for others who send. Raises
+        `CancelledError` when it has gone."""
+        async with self._turn:
+            try:
+                await self._context.write(message.SerializeToString())
+            except grpc.aio.InternalError:
+                raise asyncio.CancelledError from None
+
+    def answer(self, path: str, request: Message, answer: Callable[[], R]) -> R | pb.Error:
+        """Carry out a call that travelled on the stream, under its name on the wire: its reply, or why it has
+        failed. It is counted and traced as a call of its own would be."""
+        began, code = self._clock.monotonic(), grpc.StatusCode.OK
+        reply: R | pb.Error
+        try:
+            reply = answer()
+        except Exception as error:
+            code, reply = _refusal(error)
+        took_s = self._clock.monotonic() - began
+        self._times.note(path.rpartition("/")[2], code.name, took_s)
+        if self._tracing is not None:
+            self._tracing.note(path, code, took_s, request.ByteSize(), reply.ByteSize())
+        return reply
+
+
 Unary = Callable[[Call, Any], Awaitable[Message]]
 """Answers one message with one."""
 Streaming = Callable[[Call, Any], AsyncIterator[Message]]
@@ -74,10 +123,12 @@ class Edge:
         times: CallTimes,
         intake: Intake,
         access_sha256: bytes | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`sessions`: where tokens are looked up; None for a service whose calls carry none. `times`: where calls are
         counted, but for a session's stream. `intake`: receives the calls' messages, but for a stream's.
-        `access_sha256`: of the access token that every call must carry."""
+        `access_sha256`: of the access token that every call must carry. `tracing`: told of calls that gRPC does not
+        see."""
         self._clock: Final = clock
         self._max_call_s: Final = max_call_s
         self._sessions: Final = sessions
@@ -85,11 +136,12 @@ class Edge:
         self._intake: Final = intake
         self._common_turns: Final = asyncio.Semaphore(AT_ONCE)
         self._access_sha256: Final = access_sha256
+        self._tracing: Final = tracing
 
     def handler(self, service: ServiceDescriptor, calls: object) -> grpc.GenericRpcHandler:
         """The service as gRPC takes it. `calls` has for each method a coroutine function (or, for one that streams, an
-        asynchronous generator function) of the method's name as Python writes it; one whose client streams is given the
-        raw iterator and the context."""
+        asynchronous generator function) of the method's name as Python writes it; one whose client streams is given a
+        `Stream`."""
         return grpc.method_handlers_generic_handler(
             service.full_name,
             {method.name: self._method(method, getattr(calls, _snake(method.name))) for method in service.methods},
@@ -141,11 +193,12 @@ class Edge:
         return handle
 
     def _stream(
-        self, answer: Callable[[Session, AsyncIterator[bytes], Context], Awaitable[None]]
+        self, answer: Callable[[Stream], Awaitable[None]]
     ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
-        async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+        async def handle(said: AsyncIterator[bytes], context: Context) -> None:
             try:
-                await answer(self._session(context), requests, context)
+                session = self._session(context)
+                await answer(Stream(session, said, context, self._clock, self._times, self._tracing))
             except Exception as error:
                 await _refuse(context, error)
                 raise
@@ -259,12 +312,7 @@ async def _refuse(context: Context, error: Exception) -> None:
     for an answer any more."""
     if isinstance(error, grpc.aio.AbortError):
         return
-    known = _known(error)
-    if known is None:
-        number = secrets.token_hex(4)
-        _log.error("a call failed, number %s", number, exc_info=error)
-        known = ServerFailure(f"the server has logged it as number {number}")
-    status, message = to_wire(known)
+    status, message = _refusal(error)
     # gRPC's details are one line of a header, in which only printable ASCII is safe.
     details = message.problem.encode("ascii", "replace").decode()
     try:
@@ -272,6 +320,16 @@ async def _refuse(context: Context, error: Exception) -> None:
     except grpc.aio.InternalError:
         # gRPC has ended the call itself: its message was too long, or the caller has gone.
         raise asyncio.CancelledError from None
+
+
+def _refusal(error: Exception) -> tuple[grpc.StatusCode, pb.Error]:
+    """What an error is on the wire. One that nobody expects is logged, under a number that the client is told."""
+    known = _known(error)
+    if known is None:
+        number = secrets.token_hex(4)
+        _log.error("a call failed, number %s", number, exc_info=error)
+        known = ServerFailure(f"the server has logged it as number {number}")
+    return to_wire(known)
 
 
 def _known(error: Exception) -> HicacheError | None:

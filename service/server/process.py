@@ -220,7 +220,10 @@ async def serving(
         data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, tracing)
         times = server.call_times
         intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
-        edge = Edge(clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake)
+        edge = Edge(
+            clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake,
+            tracing=tracing,
+        )  # fmt: skip
         calls = DataCalls(
             server.cache, served.host, server.sessions, server.storing, server.recording, server.start
         )

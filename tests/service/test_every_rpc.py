@@ -80,7 +80,7 @@ def _requests(reservation: int) -> dict[str, Any]:
         "Commit": pb.CommitRequest(reservation=reservation, durability=pb.DURABILITY_WAIT),
         "Prefetch": pb.PrefetchRequest(prefix=cold, within_ms=60_000),
         "Hint": pb.HintRequest(prefix=cold, returns=True),
-        "Attach": pb.Beat(),
+        "Attach": pb.Beat(lookup=pb.LookupRequest(prefix=cold), number=1),
         "Inspect": pb.InspectRequest(view=pb.VIEW_SNAPSHOT),
         "Evict": pb.EvictRequest(tier=pb.TIER_HOST, num_pages=HOST_PAGES),
         "Verify": pb.VerifyRequest(),

@@ -19,6 +19,7 @@ import pytest
 from hicache.service import wire
 from hicache.service.client import Prompt, connect
 from hicache.service.client.calls import REPLIES
+from hicache.service.client.transport import say_hello
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.process import Server
 from hicache.tier import HOST
@@ -29,6 +30,8 @@ from tests.simulation import SEED_VARIABLE
 MESSAGES: Final = 20_000
 MESSAGES_A_HELLO: Final = 40
 """For so many messages there is one hello that is none."""
+MESSAGES_A_STREAM: Final = 400
+"""For so many messages there is one stream of look-ups."""
 AT_ONCE: Final = 32
 """Calls under way at a time."""
 SEED: Final = 7_301
@@ -135,6 +138,7 @@ def test_no_message_ends_more_than_its_own_call(tmp_path: Path, num_messages: in
                     client.lookup(Prompt(NAMESPACE, [1]))  # registers namespace 1
                     statuses = Counter(_send(fuzz, server.directory, client.welcome.token, num_messages))
                     _odd_hellos(fuzz, server.directory, num_messages // MESSAGES_A_HELLO)
+                    _ask(fuzz, server.directory, num_messages // MESSAGES_A_STREAM)
                 assert set(statuses) <= ANSWERS, statuses
                 assert statuses[grpc.StatusCode.OK] > num_messages // 10, statuses
                 server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0)
@@ -160,6 +164,29 @@ def _send(fuzz: Fuzz, directory: Path, token: bytes, num_messages: int) -> Itera
                 yield status
                 if status is grpc.StatusCode.OK:
                     fuzz.learn(name, call.result())
+
+
+def _ask(fuzz: Fuzz, directory: Path, num_streams: int) -> None:
+    """Look-ups on streams of sessions of their own: each is answered under its number, until one is no message."""
+    for _ in range(num_streams):
+        welcome, fds = say_hello(directory, pb.Hello(protocol=wire.PROTOCOL), 30.0)
+        for fd in fds:
+            os.close(fd)
+        numbers = range(1, AT_ONCE + 1)
+        beats = [wire.asking(fuzz.message("Lookup").SerializeToString(), number) for number in numbers]
+        beats += [wire.asking(fuzz.data("Lookup"), number) for number in numbers]
+        answered: list[int] = []
+        with grpc.insecure_channel(wire.address(str(directory / wire.DATA_SOCKET))) as channel:
+            how: Any = {"timeout": 30.0, "metadata": ((wire.TOKEN_METADATA, welcome.token),)}
+            register = pb.RegisterRequest(record=NAMESPACE.encode()).SerializeToString()
+            channel.unary_unary("/hicache.v1.Cache/Register", bytes, bytes)(register, **how)
+            stream = channel.stream_stream("/hicache.v1.Cache/Attach", bytes, pb.Notice.FromString)(iter(beats), **how)
+            with suppress(grpc.RpcError):
+                for notice in stream:
+                    answered += [notice.number] if notice.number else []
+            # UNAUTHENTICATED: every beat was answered, and the stream has come to its end.
+            assert stream.code() in ANSWERS | {grpc.StatusCode.UNAUTHENTICATED}
+        assert answered[:AT_ONCE] == list(numbers)
 
 
 def _odd_hellos(fuzz: Fuzz, directory: Path, num_hellos: int) -> None:

@@ -82,6 +82,7 @@ def test_each_call_is_a_span_with_its_end_and_its_sizes(tmp_path: Path, collecto
     with thread_server(tmp_path) as server:
         with connect(server.directory, name="secret name") as client:
             store(client, range(2 * PAGE))
+            client.lookup(Prompt(NAMESPACE, range(2 * PAGE)))  # on the session's stream
             token = ((wire.TOKEN_METADATA, client.welcome.token),)
             with grpc.insecure_channel(wire.address(str(server.directory / wire.DATA_SOCKET))) as channel:
                 lookup = channel.unary_unary(wire.path_of(wire.CACHE.methods_by_name["Lookup"]), bytes, bytes)
@@ -99,13 +100,16 @@ def test_each_call_is_a_span_with_its_end_and_its_sizes(tmp_path: Path, collecto
     assert sorted(set(names)) == [
         "Admin/Inspect", "Cache/Commit", "Cache/Lookup", "Cache/Register", "Cache/Reserve",
     ]  # fmt: skip
-    found, refused = [span for span in spans if span.name.endswith("Lookup")]
+    streamed, found, refused = [span for span in spans if span.name.endswith("Lookup")]
     assert found.trace_id.hex() == TRACE_ID
     assert found.parent_span_id.hex() == "00f067aa0ba902b7"
     assert attributes(found) == {
         "rpc.system": "grpc", "rpc.service": "hicache.v1.Cache", "rpc.method": "Lookup", "rpc.grpc.status_code": 0,
         "hicache.request.bytes": len(request), "hicache.reply.bytes": len(reply),
     }  # fmt: skip
+    assert not streamed.parent_span_id
+    assert attributes(streamed) == attributes(found)
+    assert 0 < streamed.end_time_unix_nano - streamed.start_time_unix_nano < WAIT_S * 1e9
     assert attributes(refused)["rpc.grpc.status_code"] == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert (refused.status.code, refused.status.message) == (2, "INVALID_ARGUMENT")
     assert not refused.parent_span_id

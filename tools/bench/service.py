@@ -5,9 +5,10 @@ gRPC service on the same loop, with as many bytes in its request and in its repl
 deadline, a token, or a message to pack. Sides alternate, a few calls each, so that all meet the same moments of the
 machine.
 
-`first` sends a whole prompt that is cached; `append` names it by its handle and sends a turn of 256 new tokens; `cpu`
-is what a first call takes in client and server together, beyond what the echo takes in both. `c1` and `c32` say how
-many clients call at the same time, `p16` and `p64` how many tokens a page has.
+`first` sends a whole prompt that is cached; `append` names it by its handle and sends a turn of 256 new tokens. Short
+ones as these travel on the client's stream, while the echo is always a call: that is what a lookup would be otherwise,
+and why it can take less. `cpu` is what a first call takes in client and server together, beyond what the echo takes in
+both. `c1` and `c32` say how many clients call at the same time, `p16` and `p64` how many tokens a page has.
 
 `store` is a commit: the server copies the pages out of staging memory, sums them and publishes them. `retrieve` is
 `read_into`: the client copies pages out of the arena into its own memory and looks that they were right; `read` does so
