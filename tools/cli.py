@@ -29,6 +29,7 @@ from hicache.tools.terminal import printable
 COMMANDS: Final = {
     "serve": "run the sidecar: one cache that the engines of this machine share",
     "demo": "answer questions over documents with a real model, and show what the cache does and saves",
+    "warm": "have an engine compute prompts before users ask, so that they are cached",
     "top": "watch a running server: tiers, lanes, hit rates, sessions, prefixes",
     "tree": "show the cached prefixes: where they are, bytes, recency, leases",
     "stats": "show tiers, lanes and counters",
