@@ -1,11 +1,14 @@
 """`hicache completion`: shells complete with it, in the way that its help says to install it."""
 
+import argparse
 import os
 import pty
 import re
 import select
 import subprocess
 from collections.abc import Callable
+from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from shutil import which
 from time import monotonic
@@ -127,3 +130,15 @@ def test_help_has_examples_statuses_and_short_lines(name: str, capsys: pytest.Ca
     if name != "serve":
         assert f"\n  hicache {name}" in shown, "an example"
         assert "exit status: 0 " in shown
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    schemas = {file.name.removesuffix(".json") for file in (files("hicache.tools") / "schemas").iterdir()}
+    with_json = set()
+    for name in COMMANDS:
+        parser = argparse.ArgumentParser(prog=name)
+        import_module(f"hicache.tools.commands.{name}").configure(parser)
+        if "--json" in parser.format_help():
+            with_json.add(name)
+    assert with_json == schemas
+    assert {*COMMANDS} - with_json == {"serve", "completion"}
