@@ -51,6 +51,10 @@ class Engine:
         """Forget what vLLM itself has kept."""
         return bool(self._say({"reset": True})["reset"])
 
+    def forget(self) -> None:
+        """Forget what vLLM itself has kept, so that only the sidecar has it."""
+        self._say({"forget": True})
+
     def metrics(self) -> dict[str, float]:
         """What vLLM counts, by name, over all labels. It has to be told `disable_log_stats=False`."""
         counted: dict[str, float] = self._say({"metrics": True})["metrics"]
@@ -138,15 +142,16 @@ class Expected:
     """What a cache of whole blocks with room for everything finds: the model that the real one is compared with."""
 
     def __init__(self) -> None:
-        self._blocks: Final[set[tuple[int, ...]]] = set()
+        self.blocks: Final[set[tuple[int, ...]]] = set()
+        """What is cached: each block by all tokens up to its end."""
 
     def scheduled(self, prompt: Tokens, answer: Tokens) -> int:
         """Tokens that are computed for a prompt and its answer, all of whose full blocks are cached then."""
         most = (len(prompt) - 1) // BLOCK
         found = 0
-        while found < most and tuple(prompt[: (found + 1) * BLOCK]) in self._blocks:
+        while found < most and tuple(prompt[: (found + 1) * BLOCK]) in self.blocks:
             found += 1
         # The KV of the last new token is never computed.
         whole = prompt + answer[:-1]
-        self._blocks.update(tuple(whole[: end * BLOCK]) for end in range(1, len(whole) // BLOCK + 1))
+        self.blocks.update(tuple(whole[: end * BLOCK]) for end in range(1, len(whole) // BLOCK + 1))
         return len(whole) - found * BLOCK

@@ -8,7 +8,7 @@ neither weights nor configuration. `HicacheOffloadingSpec` is vLLM's tiering spe
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import monotonic
 from typing import Any, Final
@@ -42,7 +42,8 @@ class HicacheOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises `BadRequest` for settings that are wrong."""
-        tier = completed(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        tier = completed(extra_config)
         if role == KVConnectorRole.SCHEDULER and tier is not None:
             settings = TierSettings.of({key: value for key, value in tier.items() if key not in _FACTORY})
             try:
@@ -50,7 +51,8 @@ class HicacheOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
             except HicacheError as error:
                 if settings.strict:
                     raise
-                vllm_config.kv_transfer_config.kv_connector_extra_config["secondary_tiers"].remove(tier)
+                extra_config["secondary_tiers"].remove(tier)
+                extra_config[SETTINGS] = _REFUSED
                 _log.warning("hicache: this engine runs without the cache: %s", error)
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -64,12 +66,16 @@ class HicacheOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
 class HicacheOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # as above
     """vLLM's tiers; on a CPU, where vLLM has no worker for them, with one."""
 
+    def __init__(self, config: Any) -> None:
+        """`config`: vLLM's `OffloadingConfig`."""
+        super().__init__(config)
+        self._host_worker: HostWorker | None = None
+
     def get_worker(self, kv_caches: Any) -> Any:
         """What copies between an engine's blocks and the primary tier. Made once a worker. Raises `BadRequest`."""
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
-        worker: HostWorker | None = self._worker
-        if worker is None:
+        if self._host_worker is None:
             if self.config.canonical_layout:
                 raise BadRequest("canonical_layout", "is not supported on a CPU")
             region = SharedOffloadRegion(
@@ -79,8 +85,8 @@ class HicacheOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # as 
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            worker = self._worker = HostWorker(kv_caches, region, self.blocks_per_chunk)
-        return worker
+            self._host_worker = HostWorker(kv_caches, region, self.blocks_per_chunk)
+        return self._host_worker
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]  # as above
@@ -149,21 +155,27 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]  # as above
         return TransferResult(job_id, success=True, transfer_size=num_bytes, transfer_time=monotonic() - began)
 
 
+_REFUSED: Final = None
+"""Stands in place of the settings of a tier that did not fit."""
 _FACTORY: Final = ("type", "module_path", "backpressure", "identity")
 """What vLLM takes out of a tier's configuration, or this module puts in."""
 
 
 def completed(extra_config: dict[str, Any]) -> dict[str, Any] | None:
     """Fill in what makes vLLM's offloading connector use the tier. Returns the tier's own configuration; None when
-    there is none any more, as it did not fit. Idempotent."""
-    if "secondary_tiers" not in extra_config or SETTINGS in extra_config:
-        tiers: list[dict[str, Any]] = extra_config.setdefault("secondary_tiers", [])
-        tiers.append({"type": TIER, "module_path": MODULE, **extra_config.pop(SETTINGS, {})})
+    there is none any more, as it did not fit. Idempotent. Raises `BadRequest`."""
+    tiers: list[dict[str, Any]] = extra_config.setdefault("secondary_tiers", [])
+    given = extra_config.setdefault(SETTINGS, {})
+    ours = [each for each in tiers if each.get("type") == TIER]
+    if not ours and given is not _REFUSED:
+        if not isinstance(given, Mapping):
+            raise BadRequest(SETTINGS, f"{type(given).__name__} is no table of settings")
+        ours = [{"type": TIER, "module_path": MODULE, **given}]
+        tiers += ours
     extra_config.setdefault("spec_name", "HicacheOffloadingSpec")
     extra_config.setdefault("spec_module_path", MODULE)
     extra_config.setdefault("offload_prompt_only", False)
-    tiers_of_ours: Sequence[dict[str, Any]] = [each for each in extra_config["secondary_tiers"] if each["type"] == TIER]
-    return tiers_of_ours[0] if tiers_of_ours else None
+    return ours[0] if ours else None
 
 
 def _identity(vllm_config: Any, weights: str) -> str:

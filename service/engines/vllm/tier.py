@@ -91,6 +91,8 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM is not install
 class TierSettings(Settings):
     """The connector's settings, and one."""
 
+    lookup_timeout_s: float = 1.0
+    """How long it may take to look for the chunks that a request asks for in a step, while others run."""
     identity: str = ""
     """What the weights and the engine's configuration come to: `HicacheOffloadingConnector` fills it in."""
 
