@@ -6,6 +6,7 @@
                   answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...],
                   "cached": [tokens of each prompt that vLLM says were cached]}
                  {"metrics": true}: what vLLM counts, by name, over all labels; needs disable_log_stats = false
+                 {"forget": true}: forget what vLLM itself has kept; what the sidecar has stays
                  {"reset": true}: forget what vLLM itself has kept, and what it may load
 
 It is run by the interpreter of the engines' environment, with the repository on its path, and ends with its input.
@@ -40,6 +41,12 @@ def main() -> None:
         question = json.loads(line)
         if question.get("reset"):
             answer({"reset": bool(llm.reset_prefix_cache(reset_connector=True))})
+            continue
+        if question.get("forget"):
+            while not llm.reset_prefix_cache():
+                # Blocks that were saved are free when the engine has made another step.
+                llm.generate([{"prompt_token_ids": [0]}], sampling, use_tqdm=False)
+            answer({"forget": True})
             continue
         if question.get("metrics"):
             counted: dict[str, float] = {}
