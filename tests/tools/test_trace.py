@@ -11,6 +11,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from hicache.tools.replay.writing import Asked, BlockIds, Requests, TraceFile, l
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
-from tests.tools.served import check_schema
+from tests.tools.served import check_schema, plain
 
 TOKEN_BYTES: Final = LAYOUT.page_bytes // PAGE
 
@@ -175,6 +176,31 @@ def test_it_ends_by_itself_where_that_was_asked_for(tmp_path: Path) -> None:
     times = [each["timestamp"] for each in kept]
     assert times == sorted(times)
     assert len({tuple(each["hash_ids"]) for each in kept}) == 1
+
+
+def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with thread_server(tmp_path) as server, connect(server.directory) as client:
+        store(client, range(2 * PAGE))
+
+        def ask() -> None:
+            server.until(lambda inside: inside.recording.is_on, within_s=WAIT_S)
+            check(client, range(2 * PAGE + 5))
+            check(client, range(1000, 1000 + PAGE))
+            check(client, range(2 * PAGE))  # longer than what the file has room for
+
+        file = tmp_path / "trace\x1b[31m"
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(ask)
+            options = ["--max-bytes", "300", "--socket-dir", str(server.directory)]
+            assert main(["trace", "record", str(file), *options]) == 0
+            asking.result()
+    size = file.stat().st_size
+    assert plain(capsys.readouterr().out) == (
+        "2 requests in AGE, 53 tokens\n"
+        "cached when they were asked for: 32 in host (60.4%)\n"
+        "it ended as the file was full: --max-bytes and --files leave more room\n"
+        f" {tmp_path}/trace\\x1b[31m {size} B\n"
+    )
 
 
 def test_a_server_that_ends_leaves_a_whole_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
