@@ -22,6 +22,8 @@ MAX_SLOTS: Final = 2**31 - 1
 """Slot ids are int32."""
 _BLOCK: Final = 512
 """Slots a counter stands for. A search reads one counter a block, then the slots of few blocks."""
+_NEAR: Final = 4096
+"""Slots behind the last allocation that are looked at before any counter, where slots are to be reused late."""
 _MIN_BLOCKS: Final = 16
 """Blocks that a search looks into at least."""
 _LOOK_AHEAD: Final = 4
@@ -211,6 +213,9 @@ class SlotPool:
     def _next_free(self, num_pages: int) -> npt.NDArray[np.int32]:
         """The next `num_pages` free slots behind the hint, round and round, or all if there are fewer; so ordered."""
         num_blocks, hint = len(self._rows), self._hint % self.capacity
+        near = np.flatnonzero(self._free[hint : hint + _NEAR])[:num_pages]
+        if near.size == num_pages:
+            return (near + hint).astype(np.int32)
         first = hint // _BLOCK
         # The hint's block stands at both ends, for what lies behind the hint and before it.
         order = (np.arange(num_blocks + 1) + first) % num_blocks

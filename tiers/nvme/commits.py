@@ -374,14 +374,17 @@ class Commits:
         else:
             self._num_failed_rounds, self.problem = 0, None
             # What changed again meanwhile is for a later round. Pages that were lost are in the index no more.
-            changed = np.fromiter(self._dirty, np.int64, len(self._dirty))
-            pages = np.setdiff1d(round_.pages, changed)
+            pages = self._unchanged(round_.pages)
             self._committed[pages] = self._index.generations(pages)
-            self._recorded[np.setdiff1d(round_.emptied, changed)] = False
+            self._recorded[self._unchanged(round_.emptied)] = False
             self.promises.keep(round_.through)
         if round_.fresh_error is not None:
             self._drop_fresh(round_.fresh_error)
         self.schedule()
+
+    def _unchanged(self, slots: Numbers) -> Numbers:
+        """Those of the slots without a change that is not in a round yet."""
+        return np.array([slot for slot in slots.tolist() if slot not in self._dirty], np.int64)
 
     def _lose(self, ordinal: int, error: OSError) -> None:
         """A sync of that segment failed: drop every page in it that is not durable."""
