@@ -1,0 +1,60 @@
+"""The examples run as they are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from hicache.service.engines.models import load_model, load_tokenizer
+from hicache.service.engines.transformers import layout_of
+from hicache.tools.examples.prefill_decode import PAGE_SIZE, main
+from tests.repository import ROOT
+from tests.service.serving import ServerProcess
+from tests.service.test_transformers_sidecar import options_for
+from tests.tools.tiny_model import write_model
+
+PROMPT: Final = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
+NEW: Final = 6
+
+
+def told(role: str, model: Path, socket_dir: Path) -> dict[str, Any]:
+    """What one of the two processes says."""
+    result = subprocess.run(
+        [sys.executable, "-m", "hicache.tools.examples.prefill_decode", role, PROMPT, "--model", str(model),
+         "--socket-dir", str(socket_dir), "--memory", str(4 << 20), "--max-new-tokens", str(NEW)],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def test_one_process_decodes_what_another_one_prefilled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_model(tmp_path / "model", [PROMPT])
+    layout = layout_of(load_model(directory), page_size=PAGE_SIZE)
+    server = ServerProcess(tmp_path, options_for(layout, tmp_path))
+    try:
+        prefilled = told("prefill", directory, server.directory)
+        assert (prefilled["found_tokens"], prefilled["saved"]) == (0, True)
+        decoded = told("decode", directory, server.directory)
+    finally:
+        server.stop()
+    num_tokens = prefilled["prompt_tokens"]
+    assert num_tokens > 4 * PAGE_SIZE
+    assert decoded["found_tokens"] == (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+    assert decoded["tokens"] == plain_tokens(directory)
+    assert main(["decode", PROMPT, "--model", str(directory), "--socket-dir", str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr().out.startswith(f"prefill_decode: {tmp_path}/nowhere: No such file or directory")
+
+
+def plain_tokens(directory: Path) -> list[int]:
+    """What transformers alone generates."""
+    model: Any = load_model(directory)
+    ids = load_tokenizer(directory)(PROMPT, return_tensors="pt")["input_ids"]
+    tokens: list[int] = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+    return tokens

@@ -1,0 +1,1 @@
+"""Small programs that show how something is done, each runnable as it is."""
