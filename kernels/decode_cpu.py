@@ -106,7 +106,7 @@ class _Room(threading.local):
             job.num_vectors, job.most_runs, job.tokens_at_once = head_dim // _LANES, num_runs, _BLOCK
             num_blocks = num_kv_heads * job.blocks_a_head
             total_bytes = num_blocks * head_dim * 16
-            run_bytes = total_bytes + num_blocks * (32 + 256 + _BLOCK // 4 * 64) + 16 * (_BLOCK + _LEAD)
+            run_bytes = total_bytes + num_blocks * (32 + 128 + _BLOCK // 4 * 64) + 16 * (_BLOCK + _LEAD)
             # Apart from each other, as a core also loads what lies behind its own.
             job.run_bytes = ceil_div(run_bytes, 64) * 64 + _APART_BYTES
             with torch.inference_mode(False):
@@ -145,9 +145,7 @@ class Decoding:
         job.slot_stride, job.plane_stride = element * slot, element * plane
         job.token_stride, job.head_stride = element * token, element * head
         job.first, job.last = first, last
-        # A head of one token, in half precision of two: what is computed with together.
-        step_bytes = 4 * self._head_dim
-        job.near, job.far = ceil_div(_NEAR_BYTES, step_bytes), ceil_div(_FAR_BYTES, step_bytes)
+        job.near, job.far = (ceil_div(num_bytes, element * self._head_dim) for num_bytes in (_NEAR_BYTES, _FAR_BYTES))
         in_threads(_ready[pages.dtype].address, job, job.num_runs)
         self._has_tokens = True
 

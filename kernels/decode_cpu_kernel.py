@@ -74,9 +74,11 @@ _STORED: Final[dict[Any, tuple[int, Callable[[ir.IRBuilder, ir.Value], ir.Value]
     types.uint16: (2, _load_bfloats),
 }
 """By the type that stands for a stored one: bytes of an element, and how sixteen of them are loaded."""
-_AT_ONCE: Final[dict[Any, int]] = {types.float32: 1, types.int16: 2, types.uint16: 2}
-"""Tokens that are computed with together. One is the order of memory; in half precision, where there is twice as much
-to compute for every byte, queries and sums are loaded for two."""
+_AT_ONCE: Final[dict[Any, int]] = {types.float32: 2, types.int16: 4, types.uint16: 4}
+"""Tokens that are computed with together: enough that queries and sums are seldom loaded, few enough that they lie close
+together. 2 or 4."""
+_LINE: Final = 64
+"""Bytes of a cache line."""
 
 
 def _called(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
@@ -114,6 +116,8 @@ def _loop(
     for phi, value in zip(values, carried, strict=True):
         phi.add_incoming(value, before)
     results = body(index, values)
+    # Nothing is moved across: what is asked for ahead would be bunched up, and be too much at once.
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
     following = builder.add(index, _INT64(1))
     index.add_incoming(following, builder.block)
     for phi, value in zip(values, results, strict=True):
@@ -131,80 +135,79 @@ def _folded(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, run: int) -> ir.Val
     return builder.fadd(*halves)
 
 
+def _addresses(builder: ir.IRBuilder, table: ir.Value, offset: ir.Value, stored: Any) -> list[ir.Value]:
+    """Those of the tokens that are computed with together, each moved by `offset`."""
+    pointer = builder.inttoptr(table, _INT64.as_pointer())
+    loaded = [builder.load(builder.gep(pointer, [_INT64(i)])) for i in range(_AT_ONCE[stored])]
+    return [builder.add(address, offset) for address in loaded]
+
+
 def _load_tokens(
-    builder: ir.IRBuilder, places: Sequence[Sequence[ir.Value]], i: ir.Value, stored: Any
+    builder: ir.IRBuilder, addresses: Sequence[ir.Value], ahead: Sequence[ir.Value], i: ir.Value, stored: Any
 ) -> list[ir.Value]:
-    """Sixteen elements, number `i`, at each of the first addresses in `places`; those at the others are asked for."""
+    """Sixteen elements, number `i`, of each token; as many bytes at each address that is `ahead` are asked for."""
     num_bytes, load = _STORED[stored]
     offset = builder.mul(i, _INT64(num_bytes * LANES))
-    addresses, *ahead = places
-    for tokens in ahead:
-        # A cache line holds as many vectors as there are tokens: each time one line, of each token in turn.
-        token = builder.urem(i, _INT64(len(tokens)))
-        address = tokens[0]
-        for other in range(1, len(tokens)):
-            address = builder.select(builder.icmp_unsigned("==", token, _INT64(other)), tokens[other], address)
-        line = builder.udiv(i, _INT64(len(tokens)))
-        _fetch_ahead(builder, _at(builder, address, builder.mul(line, _INT64(64))))
+    together = num_bytes * LANES * len(addresses)
+    for address in ahead:
+        for line in range(0, together, _LINE):
+            _fetch_ahead(builder, _at(builder, address, builder.mul(i, _INT64(together)), _INT64(line)))
     return [load(builder, _at(builder, address, offset)) for address in addresses]
 
 
-def _places(
-    builder: ir.IRBuilder, tables: Sequence[ir.Value], offsets: Sequence[ir.Value], stored: Any
-) -> list[list[ir.Value]]:
-    """What is at each table, the addresses of the tokens that are computed with together, moved by its offset."""
-    places = []
-    for table, offset in zip(tables, offsets, strict=True):
-        pointer = builder.inttoptr(table, _INT64.as_pointer())
-        loaded = [builder.load(builder.gep(pointer, [_INT64(i)])) for i in range(_AT_ONCE[stored])]
-        places.append([builder.add(address, offset) for address in loaded])
-    return places
+def _all_folded(builder: ir.IRBuilder, sums: Sequence[ir.Value], run: int = LANES) -> ir.Value:
+    """Sums of 16, the second half of whose runs was added to the first until they are one: those of the first first."""
+    while len(sums) > 1:
+        sums = [_folded(builder, sums[i], sums[i + 1], run) for i in range(0, len(sums), 2)]
+        run //= 2
+    return sums[0]
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _dots(
-    context: Any, stored: Any, query: Any, at: Any, offset: Any, near: Any, near_offset: Any, far: Any, far_offset: Any,
-    num_vectors: Any, output: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Products of four query rows and the keys of `_AT_ONCE` tokens, to 16 numbers for each token at `output`: four for
-    each row, to be added up. At `at` are the addresses of the tokens, to be moved by the offset, and at `near` and
-    `far` those of what to ask for ahead."""
+    context: Any,
+    stored: Any,
+    query: Any,
+    table: Any,
+    offset: Any,
+    near: Any,
+    far: Any,
+    num_vectors: Any,
+    output: Any,
+) -> tuple[Any, Any]:
+    """Products of the keys of some tokens and four query rows, to 16 numbers at `output`, in order of tokens: of four
+    tokens, or two for each row and of two tokens, to be added up. At `table` are the addresses of `_AT_ONCE` tokens, to
+    be moved by the offset; as much as they have is asked for at `near` and `far`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, query, *tables, num_vectors, output = arguments
-        places = _places(builder, tables[::2], tables[1::2], stored)
-        num_tokens = len(places[0])
+        _, query, table, offset, near, far, num_vectors, output = arguments
+        addresses = _addresses(builder, table, offset, stored)
 
         def body(i: ir.Value, sums: Sequence[ir.Value]) -> list[ir.Value]:
-            keys = _load_tokens(builder, places, i, stored)
-            added = []
+            keys = _load_tokens(builder, addresses, (near, far), i, stored)
+            rows = []
             for row in range(_NUM_ROWS):
                 at = _at(builder, query, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
-                elements = _load_floats(builder, at)
-                added += [_fused(builder, elements, key, sums[row * num_tokens + i]) for i, key in enumerate(keys)]
-            return added
+                rows.append(_load_floats(builder, at))
+            pairs = [(key, row) for key in keys for row in rows]
+            return [_fused(builder, row, key, added) for (key, row), added in zip(pairs, sums, strict=True)]
 
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = list(_loop(builder, num_vectors, [zero] * (_NUM_ROWS * num_tokens), body))
-        for token in range(num_tokens):
-            rows = sums[token::num_tokens]
-            halves = [_folded(builder, rows[i], rows[i + 1], LANES) for i in (0, 2)]
-            at = _at(builder, output, _INT64(token * _BYTES))
-            _store(builder, _folded(builder, halves[0], halves[1], LANES // 2), at)
+        sums = _loop(builder, num_vectors, [zero] * (_NUM_ROWS * len(addresses)), body)
+        _store(builder, _all_folded(builder, sums), output)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 9), generate
+    return types.void(stored, *[types.int64] * 7), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
-def _add_up(context: Any, parts: Any, output: Any) -> tuple[Any, Any]:
-    """Add up what `_dots` left of four tokens at `parts`, to 16 numbers at `output`: those of the first token first."""
+def _add_up(context: Any, pairs: Any, output: Any) -> tuple[Any, Any]:
+    """Add up what `_dots` left of two tokens, and of the next two behind them, at `pairs`, to 16 numbers at `output`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        parts, output = arguments
-        tokens = [_load_floats(builder, _at(builder, parts, _INT64(i * _BYTES))) for i in range(4)]
-        pairs = [_folded(builder, tokens[i], tokens[i + 1], 4) for i in (0, 2)]
-        _store(builder, _folded(builder, pairs[0], pairs[1], 2), output)
+        pairs, output = arguments
+        both = [_load_floats(builder, _at(builder, pairs, _INT64(i * _BYTES))) for i in range(2)]
+        _store(builder, _all_folded(builder, both, 2), output)
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -212,24 +215,32 @@ def _add_up(context: Any, parts: Any, output: Any) -> tuple[Any, Any]:
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _weigh(
-    context: Any, stored: Any, total: Any, at: Any, offset: Any, near: Any, near_offset: Any, far: Any, far_offset: Any,
-    num_vectors: Any, weights: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Add values, by four weights for each token at `weights`, to four rows at `total`; otherwise as `_dots`."""
+    context: Any,
+    stored: Any,
+    total: Any,
+    table: Any,
+    offset: Any,
+    near: Any,
+    far: Any,
+    num_vectors: Any,
+    weights: Any,
+) -> tuple[Any, Any]:
+    """Add the values of some tokens, by four weights for each at `weights`, to four rows at `total`; otherwise as
+    `_dots`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, total, *tables, num_vectors, weights = arguments
-        places = _places(builder, tables[::2], tables[1::2], stored)
+        _, total, table, offset, near, far, num_vectors, weights = arguments
+        addresses = _addresses(builder, table, offset, stored)
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
         spread = []
-        for i in range(_NUM_ROWS * len(places[0])):
+        for i in range(_NUM_ROWS * len(addresses)):
             at = builder.inttoptr(_at(builder, weights, _INT64(4 * i)), _FLOAT.as_pointer())
             first = builder.insert_element(undefined, builder.load(at), _INT32(0))
             spread.append(builder.shuffle_vector(first, undefined, everywhere))
 
         def body(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-            values = _load_tokens(builder, places, i, stored)
+            values = _load_tokens(builder, addresses, (near, far), i, stored)
             for row in range(_NUM_ROWS):
                 at = _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 added = _load_floats(builder, at)
@@ -241,17 +252,99 @@ def _weigh(
         _loop(builder, num_vectors, [], body)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 9), generate
+    return types.void(stored, *[types.int64] * 7), generate
+
+
+def _constant(number: float) -> ir.Value:
+    return ir.Constant(_VECTOR, [number] * LANES)
+
+
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """`2 ** x` for `x` up to 0, within two units of the last place: the Taylor series on half a step to either side.
+    0 where it would be subnormal; NaN stays NaN."""
+    least, words = _constant(-126.0), ir.VectorType(_INT32, LANES)
+    whole = _called(builder, f"llvm.rint.v{LANES}f32", _VECTOR, x)
+    rest = builder.fmul(builder.fsub(x, whole), _constant(0.6931471805599453))
+    series = _constant(1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        series = _fused(builder, series, rest, _constant(factor))
+    is_normal = builder.fcmp_ordered(">=", x, least)
+    exponent = builder.fptosi(builder.select(is_normal, whole, least), words)
+    power = builder.shl(builder.add(exponent, ir.Constant(words, [127] * LANES)), ir.Constant(words, [23] * LANES))
+    value = builder.fmul(series, builder.bitcast(power, _VECTOR))
+    return builder.select(builder.fcmp_ordered("<", x, least), _constant(0.0), value)
+
+
+def _greater(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The greater of both; `y` where `x` is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _of_rows(
+    builder: ir.IRBuilder, vector: ir.Value, both: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """Of 16 numbers, four for each of four tokens, what `both` makes of those of all tokens, in place of each."""
+    for distance in (8, 4):
+        mask = ir.Constant(ir.VectorType(_INT32, LANES), [(i + distance) % LANES for i in range(LANES)])
+        vector = both(builder, builder.shuffle_vector(vector, vector, mask), vector)
+    return vector
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
-def _as_float(context: Any, bits: Any) -> tuple[Any, Any]:
-    """The float32 that has these bits."""
+def _to_weights(
+    context: Any, scores: Any, fours: Any, tops: Any, sums: Any, total: Any, num_vectors: Any
+) -> tuple[Any, Any]:
+    """Make weights of the scores of four rows and `fours` times four tokens, relative to the greatest so far, and take
+    them into the state: the four tops and sums, and the total, which becomes relative to the tops."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        return builder.bitcast(arguments[0], _FLOAT)
+        scores, fours, tops, sums, total, num_vectors = arguments
+        four = ir.VectorType(_FLOAT, _NUM_ROWS)
+        by_row = ir.Constant(ir.VectorType(_INT32, LANES), [i % _NUM_ROWS for i in range(LANES)])
+        first = ir.Constant(ir.VectorType(_INT32, _NUM_ROWS), list(range(_NUM_ROWS)))
+        tops_at, sums_at = (builder.inttoptr(address, four.as_pointer()) for address in (tops, sums))
+        before, added_before = (
+            builder.shuffle_vector(loaded, loaded, by_row)
+            for loaded in (builder.load(address, align=4) for address in (tops_at, sums_at))
+        )
 
-    return types.float32(types.int32), generate
+        def place(i: ir.Value) -> ir.Value:
+            return _at(builder, scores, builder.mul(i, _INT64(_BYTES)))
+
+        def seen(i: ir.Value, greatest: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            return [_greater(builder, _load_floats(builder, place(i)), greatest[0])]
+
+        [greatest] = _loop(builder, fours, [before], seen)
+        top = _of_rows(builder, greatest, _greater)
+        # Not the difference of two that are both -inf.
+        is_same = builder.fcmp_ordered("==", before, top)
+        factor = builder.select(is_same, _constant(1.0), _exp2(builder, builder.fsub(before, top)))
+
+        def weigh(i: ir.Value, added: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            weight = _exp2(builder, builder.fsub(_load_floats(builder, place(i)), top))
+            _store(builder, weight, place(i))
+            return [builder.fadd(added[0], weight)]
+
+        [added] = _loop(builder, fours, [_constant(0.0)], weigh)
+        added = _of_rows(builder, added, ir.IRBuilder.fadd)
+        added = builder.fadd(builder.fmul(added_before, factor), added)
+        for value, address in ((top, tops_at), (added, sums_at)):
+            builder.store(builder.shuffle_vector(value, value, first), address, align=4)
+
+        def rescale(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            for row in range(_NUM_ROWS):
+                mask = ir.Constant(ir.VectorType(_INT32, LANES), [row] * LANES)
+                at = _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
+                by = builder.shuffle_vector(factor, factor, mask)
+                _store(builder, builder.fmul(_load_floats(builder, at), by), at)
+            return carried
+
+        unchanged = builder.bitcast(is_same, ir.IntType(LANES))
+        with builder.if_then(builder.icmp_unsigned("!=", unchanged, ir.IntType(LANES)(2**LANES - 1))):
+            _loop(builder, num_vectors, [], rescale)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
 
 
 # ---- the passes
@@ -259,24 +352,6 @@ def _as_float(context: Any, bits: Any) -> tuple[Any, Any]:
 _F = np.float32
 _MINUS_INFINITY: Final = _F(-np.inf)
 _LN_2: Final = math.log(2.0)
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
-def _exp2(x: Any) -> Any:
-    """`2 ** x` for `x` up to 0, within two units of the last place: the Taylor series on half a step to either side.
-    0 where it would be subnormal; NaN stays NaN."""
-    whole = np.floor(x + _F(0.5))
-    rest = (x - whole) * _F(0.6931471805599453)
-    series = _F(1 / 5040)
-    series = series * rest + _F(1 / 720)
-    series = series * rest + _F(1 / 120)
-    series = series * rest + _F(1 / 24)
-    series = series * rest + _F(1 / 6)
-    series = series * rest + _F(0.5)
-    series = series * rest + _F(1.0)
-    series = series * rest + _F(1.0)
-    power = _as_float((np.int32(max(whole, _F(-126.0))) + np.int32(127)) << np.int32(23))
-    return _F(0.0) if x < _F(-126.0) else series * power
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -312,11 +387,16 @@ def _at_once(context: Any, stored: Any) -> tuple[Any, Any]:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
+def _integer(address: Any) -> Any:
+    return carray(_pointer(address, np.int64(0)), 1)[0]
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
 def _state_at(job: Any, run: Any) -> Any:
     """Where the query is, and of a run its total, tops and sums."""
     num_rows = job.num_heads * job.blocks_a_head * _NUM_ROWS
     total_at = job.room_at + num_rows * job.num_vectors * _BYTES + run * job.run_bytes
-    tops_at = total_at + num_rows * (job.num_vectors * _BYTES + _BYTES + job.tokens_at_once * 4)
+    tops_at = total_at + num_rows * (job.num_vectors * _BYTES + _BYTES // 2 + job.tokens_at_once * 4)
     return job.room_at, total_at, tops_at, tops_at + num_rows * 4
 
 
@@ -335,30 +415,68 @@ def _locate(job: Any, table: Any, token: Any, last: Any, addresses: Any) -> None
                 page, offset = page + 1, 0
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
+def _ahead_of(job: Any, at_once: Any, distance: Any) -> Any:
+    """Where `distance` heads of a token lie ahead of the first head of some tokens: tokens from there, and bytes."""
+    if job.head_stride > job.token_stride:
+        steps = distance // at_once
+        return min(steps // job.num_heads * at_once, _LEAD - 2 * at_once), steps % job.num_heads * job.head_stride
+    return min(distance // job.num_heads, _LEAD - 2 * at_once), distance % job.num_heads * job.head_stride
+
+
+@njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _pass(stored: Any, job: Any, is_first: Any, whole: Any, table_at: Any, rows_at: Any, parts_at: Any, scores_at: Any) -> None:
+    """The first pass over a block of `whole` tokens, whose addresses are at `table_at`, or the last."""
+    num_vectors, blocks_a_head, head_stride = job.num_vectors, job.blocks_a_head, job.head_stride
+    at_once = _at_once(stored)
+    block_bytes, scores_bytes = _NUM_ROWS * _BYTES * num_vectors, job.tokens_at_once // 4 * _BYTES
+    token_bytes = job.num_heads * head_stride
+    near_tokens, near_bytes = _ahead_of(job, at_once, job.near)
+    far_tokens, far_bytes = _ahead_of(job, at_once, job.far)
+    # What is asked for follows the order of memory: heads of one token, or tokens of one head.
+    step, following = (head_stride, 8 * at_once) if head_stride > job.token_stride else (at_once * head_stride, 8)
+    for first in range(0, whole, at_once):
+        now_at = table_at + 8 * first
+        near_at, near, far_at, far = now_at + 8 * near_tokens, near_bytes, now_at + 8 * far_tokens, far_bytes
+        for head in range(job.num_heads):
+            near_now, far_now = _integer(near_at) + near, _integer(far_at) + far
+            for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
+                fours_at = scores_at + block * scores_bytes + first // 4 * _BYTES
+                if is_first:
+                    pairs_at = parts_at + 2 * block * _BYTES
+                    into = fours_at if at_once == 4 else pairs_at + first % 4 // 2 * _BYTES
+                    _dots(
+                        stored, rows_at + block * block_bytes, now_at, head * head_stride, near_now, far_now, num_vectors,
+                        into,
+                    )  # fmt: skip
+                    if at_once == 2 and (first % 4 == 2 or first + 2 == whole):
+                        _add_up(pairs_at, fours_at)
+                else:
+                    _weigh(
+                        stored, rows_at + block * block_bytes, now_at, head * head_stride, near_now, far_now, num_vectors,
+                        fours_at + first % 4 * 16,
+                    )  # fmt: skip
+            near, far = near + step, far + step
+            while near >= token_bytes:
+                near_at, near = near_at + following, near - token_bytes
+            while far >= token_bytes:
+                far_at, far = far_at + following, far - token_bytes
+
+
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
 def _attend(stored: Any, job: Any, run: Any) -> None:
     """Take the tokens of one run into its state."""
     num_heads, blocks_a_head, num_vectors = job.num_heads, job.blocks_a_head, job.num_vectors
-    num_blocks, most = num_heads * blocks_a_head, job.tokens_at_once
-    at_once, head_stride, plane_stride = _at_once(stored), job.head_stride, job.plane_stride
-    near_tokens, near_head = min(job.near // num_heads * at_once, _LEAD - 2 * at_once), job.near % num_heads
-    far_tokens, far_head = min(job.far // num_heads * at_once, _LEAD - 2 * at_once), job.far % num_heads
-    block_bytes, scores_bytes = _NUM_ROWS * _BYTES * num_vectors, most // 4 * _BYTES
-    token_bytes = num_heads * head_stride
+    num_blocks, most, at_once = num_heads * blocks_a_head, job.tokens_at_once, _at_once(stored)
     query_at, total_at, tops_at, sums_at = _state_at(job, run)
-    parts_at = total_at + num_blocks * block_bytes
-    scores_at = parts_at + num_blocks * 4 * _BYTES
+    pairs_at = total_at + num_blocks * num_vectors * _NUM_ROWS * _BYTES
+    scores_at = pairs_at + num_blocks * 2 * _BYTES
     keys_at = sums_at + num_blocks * _NUM_ROWS * 4
     values_at = keys_at + (most + _LEAD) * 8
-    tops = carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)
-    sums = carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)
-    total = carray(_pointer(total_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
     scores = carray(_pointer(scores_at, _F(0)), (num_blocks, most // 4, 16))
     keys = carray(_pointer(keys_at, np.int64(0)), most + _LEAD)
     values = carray(_pointer(values_at, np.int64(0)), most + _LEAD)
     table = carray(_pointer(job.table_at, np.int32(0)), 1 + (job.last - 1) // job.page_size)
-    greatest = np.empty(16, np.float32)
-    added = np.empty(16, np.float32)
     start = job.first + (job.last - job.first) * run // job.num_runs
     last = job.first + (job.last - job.first) * (run + 1) // job.num_runs
     while start < last:
@@ -368,28 +486,11 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
         # Behind the block's own tokens is what follows, only to be asked for: values after keys, then the next keys.
         _locate(job, table, start, last, keys[:whole])
         for i in range(whole):
-            values[i] = keys[i] + plane_stride
+            values[i] = keys[i] + job.plane_stride
         for i in range(_LEAD):
             keys[whole + i] = values[min(i, whole - 1)]
         _locate(job, table, start + count, last, values[whole : whole + _LEAD])
-        for first in range(0, whole, at_once):
-            near_at, near = keys_at + 8 * (first + near_tokens), near_head * head_stride
-            far_at, far = keys_at + 8 * (first + far_tokens), far_head * head_stride
-            is_last = first % 4 + at_once == 4 or first + at_once == whole
-            for head in range(num_heads):
-                for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
-                    products_at = parts_at + 4 * block * _BYTES
-                    _dots(
-                        stored, query_at + block * block_bytes, keys_at + 8 * first, head * head_stride,
-                        near_at, near, far_at, far, num_vectors, products_at + first % 4 * _BYTES,
-                    )  # fmt: skip
-                    if is_last:
-                        _add_up(products_at, scores_at + block * scores_bytes + first // 4 * _BYTES)
-                near, far = near + head_stride, far + head_stride
-                if near == token_bytes:
-                    near_at, near = near_at + 8 * at_once, 0
-                if far == token_bytes:
-                    far_at, far = far_at + 8 * at_once, 0
+        _pass(stored, job, True, whole, keys_at, query_at, pairs_at, scores_at)
         if job.cap > _F(0.0):
             for block in range(num_blocks):
                 for four in range(fours):
@@ -398,50 +499,12 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
         for block in range(num_blocks):
             for i in range(4 * (count + 4 - 4 * fours), 16):
                 scores[block, fours - 1, i] = _MINUS_INFINITY
-            for i in range(16):
-                greatest[i] = scores[block, 0, i]
-            for four in range(1, fours):
-                for i in range(16):
-                    greatest[i] = max(greatest[i], scores[block, four, i])
-            for row in range(4):
-                at = 4 * block + row
-                top = max(greatest[row], greatest[4 + row], greatest[8 + row], greatest[12 + row])
-                if top > tops[at]:
-                    if sums[at] != _F(0.0):
-                        factor = _exp2(tops[at] - top)
-                        sums[at] *= factor
-                        for vector in range(num_vectors):
-                            for i in range(LANES):
-                                total[block, vector, row, i] *= factor
-                    tops[at] = top
-                for token in range(4):
-                    greatest[4 * token + row] = tops[at]
-            for i in range(16):
-                added[i] = _F(0.0)
-            for four in range(fours):
-                for i in range(16):
-                    weight = _exp2(scores[block, four, i] - greatest[i])
-                    added[i] += weight
-                    scores[block, four, i] = weight
-            for row in range(4):
-                sums[4 * block + row] += (added[row] + added[4 + row]) + (added[8 + row] + added[12 + row])
-            for i in range(4 * (count + 4 - 4 * fours), 16):
-                scores[block, fours - 1, i] = _F(0.0)
-        for first in range(0, whole, at_once):
-            near_at, near = values_at + 8 * (first + near_tokens), near_head * head_stride
-            far_at, far = values_at + 8 * (first + far_tokens), far_head * head_stride
-            for head in range(num_heads):
-                for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
-                    weights_at = scores_at + block * scores_bytes + first // 4 * _BYTES + first % 4 * 16
-                    _weigh(
-                        stored, total_at + block * block_bytes, values_at + 8 * first, head * head_stride,
-                        near_at, near, far_at, far, num_vectors, weights_at,
-                    )  # fmt: skip
-                near, far = near + head_stride, far + head_stride
-                if near == token_bytes:
-                    near_at, near = near_at + 8 * at_once, 0
-                if far == token_bytes:
-                    far_at, far = far_at + 8 * at_once, 0
+            four_rows = block * _NUM_ROWS * 4
+            _to_weights(
+                scores_at + four_rows * most, fours, tops_at + four_rows, sums_at + four_rows,
+                total_at + block * _NUM_ROWS * num_vectors * _BYTES, num_vectors,
+            )  # fmt: skip
+        _pass(stored, job, False, whole, values_at, total_at, pairs_at, scores_at)
         start += count
 
 

@@ -13,7 +13,7 @@ class Job(ctypes.Structure):
     products are in units of log2, or with a cap in units of it; and behind them, for each run and `run_bytes` apart,
 
     - `total` float32 as the query, values by their weights;
-    - products [H * R, 4, 16] and scores [H * R, N / 4, 16], room for N tokens at once;
+    - products [H * R, 2, 16] and scores [H * R, N / 4, 16], room for N tokens at once;
     - `tops` [H * R * 4], the greatest score of every row, in units of log2, and `sums` [H * R * 4], of weights; these
       and the total are relative to the top;
     - addresses int64 [2, N + 64], room for N tokens.
@@ -34,7 +34,7 @@ class Job(ctypes.Structure):
         # Tokens of the table.
         ("first", ctypes.c_int64),
         ("last", ctypes.c_int64),
-        # How far ahead data is asked for, twice: in heads of the tokens that are computed with together.
+        # How far ahead data is asked for, twice: in heads of a token.
         ("near", ctypes.c_int64),
         ("far", ctypes.c_int64),
         # H, R, D / 16, N, and query heads of a key/value head.
