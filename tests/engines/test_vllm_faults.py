@@ -1,0 +1,55 @@
+"""A real vLLM whose sidecar's disk answers no call: nobody waits longer than a load may take, and all is right."""
+
+from pathlib import Path
+
+import pytest
+
+from hicache.tools.bench.engine_models import make_tiny
+from hicache.tools.cli import main
+from tests.engines.running import PAGE_BYTES, engine
+from tests.engines.test_vllm import OWN_CACHE_OFF, arguments, settings
+from tests.engines.test_vllm_issues import cacheable, prompts_of, until
+from tests.faults.machine import hung, make_ext4, mounted
+from tests.service.serving import ServerProcess
+
+pytestmark = [pytest.mark.engines, pytest.mark.machine, pytest.mark.timeout(600)]
+
+HOST_PAGES = 64
+LOAD_S = 1.0
+SLACK_S = 1.5
+"""By so much a request may take longer than computing it and waiting once: what shares the machine is slow, too."""
+
+
+def test_a_disk_that_hangs_costs_each_request_one_load_deadline_at_most(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model")
+    cold, hot, new = prompts_of(20, 500, 300, 400), prompts_of(21, 200), prompts_of(22, 250, 350, 450)
+    with engine(model, tmp_path, None, **OWN_CACHE_OFF) as running:
+        right = {name: running.ask(prompts) for name, prompts in (("cold", cold), ("hot", hot), ("new", new))}
+    make_ext4(tmp_path / "image", 256 << 20)
+    with mounted("ext4", tmp_path / "disk", tmp_path / "image", "loop") as disk:
+        options = {"nvme.dir": f'["{disk / "nvme"}"]', "nvme.bytes": 400 * PAGE_BYTES}
+        server = ServerProcess(tmp_path, arguments(tmp_path, **{"host.bytes": HOST_PAGES * PAGE_BYTES}, **options))
+        try:
+            config = settings(server, load_timeout_s=LOAD_S, save_timeout_s=LOAD_S)
+            with engine(model, tmp_path, config, **OWN_CACHE_OFF) as running:
+                assert running.ask(cold).tokens == right["cold"].tokens
+                room = ("--tier", "host", "--pages", str(HOST_PAGES))
+                assert main(["evict", *room, "--socket-dir", str(server.directory)]) == 0
+                assert running.ask(hot).tokens == right["hot"].tokens
+                with hung(disk, server.process.pid):
+                    for name, prompts in (("cold", cold), ("hot", hot), ("new", new)):
+                        together = running.ask(prompts, together=True)
+                        assert together.tokens == right[name].tokens
+                        assert together.seconds[0] < LOAD_S + sum(right[name].seconds) + SLACK_S
+                    apart = running.ask([*cold, *new])
+                    assert apart.tokens == right["cold"].tokens + right["new"].tokens
+                    alone = right["cold"].seconds + right["new"].seconds
+                    for seconds, computing in zip(apart.seconds, alone, strict=True):
+                        assert seconds < LOAD_S + computing + SLACK_S
+                # It answers again, and what was on it is found.
+                until(lambda: running.ask(cold[:1]).cached == [cacheable(cold[0])], within_s=20.0)
+                assert running.ask([*cold, *hot, *new]).tokens == [
+                    each for name in ("cold", "hot", "new") for each in right[name].tokens
+                ]
+        finally:
+            server.stop()
