@@ -30,7 +30,7 @@ from hicache.errors import BadRequest
 from hicache.layout import KVLayout
 from hicache.lease import Lease
 from hicache.namespace import Namespace
-from hicache.policies import LRU, policies_named
+from hicache.policies import DEFAULT, policies_named
 from hicache.policy.admission import AdmissionPolicy, AlwaysAdmission
 from hicache.policy.base import EvictionPolicy, HearsCopies, HearsShape, Use
 from hicache.prefetch import Prefetch, begin
@@ -95,7 +95,7 @@ class Cache(Promoting, Copying, Tending):
         tiers: Mapping[TierId, Tier],
         *,
         clock: Clock,
-        policy: str = LRU,
+        policy: str = DEFAULT,
         tenant_quotas: TenantQuotas | None = None,
         policies: Mapping[TierId, EvictionPolicy] | None = None,
         metadata_bytes: int | None = None,

@@ -1,11 +1,11 @@
 """Eviction policies by name, one instance a tier.
 
-    lru      what was used longest ago leaves first (default)
+    lru      what was used longest ago leaves first
     slru     the same, but what was used again is protected while it fits into its share (`hicache.policy.slru`)
     s3-fifo  what was not used while it stood in a small queue of new pages (`hicache.policy.s3fifo`)
     lrfu     what has the smallest sum of its uses, each worth half after so many others (`hicache.policy.lrfu`)
     value    what is least likely to be read again soon, by its own uses and by its class (`hicache.policy.value`), as
-             long as that finds what lru would find (`hicache.policy.guard`)
+             long as that finds what lru would find (`hicache.policy.guard`; default)
 
 Each keeps the pages of one tenant; whose turn it is, and what callers care for, is decided above it
 (`hicache.policy.shared`). All of them are fed by the tree with the nodes that may leave, those that ask for it with
@@ -29,16 +29,17 @@ from hicache.policy.value import ValuePolicy
 from hicache.tier import TierId
 
 LRU: Final = "lru"
+DEFAULT: Final = "value"
 _UNGUARDED: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
     LRU: lambda capacity_pages: LruPolicy(),
     "slru": lambda capacity_pages: SlruPolicy(capacity_pages=capacity_pages),
     "s3-fifo": lambda capacity_pages: S3FifoPolicy(capacity_pages=capacity_pages),
     "lrfu": lambda capacity_pages: LrfuPolicy(),
-    "value": lambda capacity_pages: ValuePolicy(),
+    DEFAULT: lambda capacity_pages: ValuePolicy(),
 }
 NAMES: Final[Mapping[str, Callable[[int], EvictionPolicy]]] = {
     **_UNGUARDED,
-    "value": lambda capacity_pages: GuardedPolicy(ValuePolicy, capacity_pages=capacity_pages, presumed=True),
+    DEFAULT: lambda capacity_pages: GuardedPolicy(ValuePolicy, capacity_pages=capacity_pages, presumed=True),
 }
 """What makes a policy of each name for a tier of so many pages, with its defaults."""
 

@@ -26,7 +26,7 @@ from hicache.deciding import Decision
 from hicache.errors import BadRequest, Closed, DeadlineExceeded
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
-from hicache.policies import LRU
+from hicache.policies import DEFAULT
 from hicache.prefill import PrefillCurve
 from hicache.quotas import TenantQuotas
 from hicache.recovery import Recovery
@@ -95,7 +95,7 @@ class HiCache:
         nvme_codec: str = "none",
         device: str = "cpu",
         metadata_bytes: int | None = None,
-        policy: str = LRU,
+        policy: str = DEFAULT,
         tenant_quotas: TenantQuotas | None = None,
         admission: str = ALWAYS,
         write_policy: str = WritePolicy.DEMOTE.value,
@@ -170,7 +170,7 @@ class HiCache:
         device_bytes: int,
         host_bytes: int,
         device: str = "cpu",
-        policy: str = LRU,
+        policy: str = DEFAULT,
         metadata_bytes: int | None = None,
         socket_dir: str = "",
         tenant: str = "",

@@ -15,7 +15,7 @@ from hicache.admissions import ALWAYS
 from hicache.arguments import MAX_NAME_CHARS, flag, name, real, whole
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
-from hicache.policies import LRU, check_policy
+from hicache.policies import DEFAULT, check_policy
 from hicache.quotas import TenantQuota
 from hicache.service.listening import Address, Tcp
 from hicache.service.sockets import default_directory
@@ -90,7 +90,7 @@ class ServeConfig:
     nvme_codec: str = "none"
     nvme_admission: str = ALWAYS
     metadata_bytes: int | None = None
-    policy: str = LRU
+    policy: str = DEFAULT
     write_policy: str = WritePolicy.DEMOTE.value
     exclusive: bool = False
     tenants: Mapping[str, bytes | None] = field(default_factory=dict)

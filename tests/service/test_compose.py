@@ -40,6 +40,7 @@ def open_cache(
         device_bytes=device_pages * LAYOUT.page_bytes,
         host_bytes=host_pages * LAYOUT.page_bytes,
         metadata_bytes=metadata_bytes,
+        policy="lru",  # what leaves is foreseen below
         **nvme,  # type: ignore[arg-type]  # both or neither
     )
 

@@ -93,12 +93,12 @@ def assert_same(
 
 
 def open_cache(layout: KVLayout, *, device_pages: int = 64, host_pages: int = 64, **options: Any) -> HiCache:
-    """A cache in memory with room for so many pages in each tier."""
+    """A cache in memory with room for so many pages in each tier, out of which leaves what was used longest ago."""
     return HiCache.open(
         layout,
         device_bytes=device_pages * layout.page_bytes,
         host_bytes=host_pages * layout.page_bytes,
-        **options,
+        **{"policy": "lru", **options},
     )
 
 

@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         cache.add_argument(f"--{tier}", default=default, metavar="SIZE", help=f"the {tier} tier (default {default})"
                            + _ZERO.get(tier, ""))  # fmt: skip
     cache.add_argument("--token-bytes", default="128KiB", metavar="BYTES", help="KV of a token (default 128KiB)")
-    cache.add_argument("--policy", default="lru", choices=POLICIES, help="evicts in all tiers (default lru)")
+    cache.add_argument("--policy", default="value", choices=POLICIES, help="evicts in all tiers (default value)")
     cache.add_argument("--compare", metavar="A,B,...", help="several policies, in one table")
     cache.add_argument("--write-policy", default="demote-on-evict", choices=WRITE_POLICIES,
                        help="when pages are written to NVMe (default demote-on-evict)")  # fmt: skip
