@@ -95,20 +95,18 @@ class Dashboard:
             if request.path in self._page:
                 return self._page[request.path]
             try:
-                numbers = _Parameters(request.query)
+                asked = _Parameters(request.query)
                 if request.path == "/data/now":
-                    told = _now(cache, sessions, status(), history, numbers)
+                    body = await wrap(_written)(_now(cache, sessions, status(), history, asked))
                 elif request.path == "/data/tree":
-                    told = await tree.picture(numbers.whole("focus", TOP))
+                    body = await tree.picture(asked.whole("focus", TOP))
                 else:
-                    told = tree.prefix(numbers.whole("id", TOP))
+                    body = _written(tree.prefix(asked.whole("id", TOP)))
             except BadRequest as error:
                 return _told("400 Bad Request", str(error))
             except NotResident as error:
                 # No error, so that no browser calls it one: that something leaves the cache is what caches are for.
-                told = {"gone": str(error)}
-            # A large picture takes a while to write down: in a thread, so that others run meanwhile.
-            body = await wrap(_written)(told)
+                body = _written({"gone": str(error)})
             return Response("200 OK", body, "application/json", _HEADERS)
 
         async with asyncio.TaskGroup() as tasks:

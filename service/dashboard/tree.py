@@ -14,6 +14,7 @@ it is walked through, and each later look goes on where the last one ended. Who 
 """
 
 import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
@@ -55,8 +56,8 @@ class TreeView:
         self._views: Final[OrderedDict[int, View]] = OrderedDict()
         self._turn: Final = asyncio.Lock()
 
-    async def picture(self, focus: int) -> dict[str, Any]:
-        """The largest branches below one that an earlier picture has shown, or below `TOP`.
+    async def picture(self, focus: int) -> bytes:
+        """JSON of the largest branches below one that an earlier picture has shown, or below `TOP`.
 
         Waits for at most about `LOOK_S`. Raises `NotResident` for one that has left the cache or is shown no more.
         """
@@ -128,7 +129,7 @@ class TreeView:
             raise NotResident("the cache", f"branch {number}")
         return found
 
-    async def _drawn(self, focus: int, view: View, pace: Pace) -> dict[str, Any]:
+    async def _drawn(self, focus: int, view: View, pace: Pace) -> bytes:
         path, tree = _above(view.key), self._cache.tree
         found = list[Branch[Key]]()
         pending = [view.top]
@@ -139,24 +140,25 @@ class TreeView:
         view.shown = [*path, *[branch.key for branch in found]]
         self._forget()
         named = [{"id": self._names.number(key), "label": self._label(key)} for key in path]
-        above, branches = dict[Key, int](), list[dict[str, Any]]()
+        above, branches = dict[Key, int](), list[str]()
         for branch in found:
-            number, about = self._names.number(branch.key), self._about(branch.key)
+            number, itself = self._names.number(branch.key), self._about(branch.key)
             hangs_on = above.get(branch.key)
-            if about is not None:
-                branches.append({"id": number, "above": hangs_on, **about, **view.sizes(branch)})
+            if itself is not None:
+                # As text at once: a thousand dictionaries at a time would be work for the garbage collector.
+                branches.append(json.dumps({"id": number, "above": hangs_on, **itself, **view.sizes(branch)}))
             # What has left since it was walked over may have been merged into what hung on it.
-            hangs_on = number if about is not None else hangs_on
+            hangs_on = number if itself is not None else hangs_on
             above |= {child.key: hangs_on for child in branch.children if hangs_on is not None}
             await pace.rest()
-        return {
+        about = {
             "focus": focus,
             "path": named,
             "is_whole": view.is_whole,
             "as_of_s": self._cache.clock.monotonic() - view.as_of,
             "of": tree.num_nodes,
-            "branches": branches,
         }
+        return f'{json.dumps(about)[:-1]}, "branches": [{", ".join(branches)}]}}'.encode()
 
     def _about(self, key: Key) -> dict[str, Any] | None:
         """What there is to say of a branch by itself; None of a prefix that has left."""

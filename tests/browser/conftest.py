@@ -2,6 +2,8 @@
 
 `HICACHE_CHROMIUM` names the browser where it is not the `chromium` of the path, `HICACHE_SCREENSHOTS` a directory for
 pictures of what the tests have seen.
+
+These tests run by themselves: the library keeps a loop of its own in the main thread, where others could start none.
 """
 
 import os

@@ -8,7 +8,8 @@ import pytest
 from playwright.sync_api import Locator, expect
 
 from hicache.service.client import Prompt
-from hicache.tier import HOST
+from hicache.service.server.process import Server
+from hicache.tier import HOST, NVME
 from tests.browser.conftest import WAIT_MS, Looking
 from tests.service.stored import NAMESPACE, PAGE, store
 from tests.service.test_deadlines import leave_the_host
@@ -76,7 +77,7 @@ def test_an_insert_and_an_eviction_are_seen_as_they_happen(look: Look) -> None:
         expect(looking.cell(WARM_TAIL)).to_have_class("cell host leased")
         expect(looking.page.locator("#about")).to_contain_text("1 lease")
         looking.picture("leased")
-    expect(looking.page.locator("#found .big")).to_contain_text("100.0 % of 80 tokens asked for")
+    expect(looking.page.locator("#found .big")).to_contain_text("100.0 % of 80 tokens")
     looking.server.call(lambda inside: inside.cache.tree.flush())
     expect(looking.page.get_by_role("treeitem")).to_have_count(1)
 
@@ -126,6 +127,40 @@ def test_the_icicle_by_keyboard(look: Look) -> None:
     # Tab leaves it by one step.
     page.keyboard.press("Shift+Tab")
     expect(charts.nth(3)).to_be_focused()
+
+
+def test_branches_too_small_to_be_drawn_are_named(look: Look) -> None:
+    """Some hundred of one page each, beside one that is much larger; from there to one of them by keyboard."""
+    looking = look()
+    looking.server.call(six_hundred_prefixes)
+    looking.open()
+    page = looking.page
+    more = looking.cell("… and 600 more")
+    expect(more).to_have_count(1)
+    expect(more).to_have_attribute("aria-label", re.compile(r"^… and 600 more: 600 prefixes, 2.34 MiB$"))
+    cells = page.locator(".cell")
+    assert cells.count() < 10
+    widths = cells.evaluate_all("cells => cells.map(cell => cell.offsetWidth)")
+    assert min(widths) >= 2
+    more.click()
+    expect(page.locator("#details h3")).to_have_text(f"… and 600 more below {NAMESPACE.model}")
+    expect(page.locator("#path li")).to_have_count(2)
+    more.click()
+    buttons = page.locator("#details button")
+    expect(buttons).to_have_count(24)
+    page.keyboard.press("Tab")
+    expect(buttons.first).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#path li")).to_have_count(3)
+    expect(page.locator(":focus")).to_have_attribute("aria-level", "1")
+    expect(page.locator("#details")).to_contain_text("Tokens16, the 1st to 16th")
+    looking.server.call(lambda inside: inside.cache.tree.flush())
+
+
+def six_hundred_prefixes(inside: Server) -> None:
+    for number in range(600):
+        inside.cache.tree.insert(NAMESPACE, [5_000 + number] * PAGE, tier=HOST, slots=[1_000 + number], now=1.0)
+    inside.cache.tree.insert(NAMESPACE, [4_000] * (1_000 * PAGE), tier=NVME, slots=list(range(1_000)), now=1.0)
 
 
 def test_a_prefix_that_is_zoomed_to_and_leaves(look: Look) -> None:

@@ -269,8 +269,8 @@ def test_a_tokenizer_that_fails_is_told_of(known: tuple[Page, Client]) -> None:
     def fail(tokens: list[int]) -> str:
         raise ValueError("no such token")
 
-    async def look() -> dict[str, Any]:
-        return await TreeView(known[0].server.server.cache, fail).picture(0)
+    async def look() -> Any:
+        return json.loads(await TreeView(known[0].server.server.cache, fail).picture(0))
 
     picture = known[0].server.run(look())
     assert picture["branches"][-1]["label"] == "(the tokenizer failed: no such token)"

@@ -28,7 +28,7 @@ _EPILOG: Final = """\
 The settings are those of the file, overruled by the options. A file has these tables and
 keys, and any of them can be given as --set KEY=VALUE with a value as TOML has it:
 
-  socket_dir = "/run/hicache"        policy = "lru"         write_policy = "demote-on-evict"
+  socket_dir = "/run/hicache"        policy = "value"       write_policy = "demote-on-evict"
   exclusive = false                  metadata_bytes = "1GiB"     socket_group = "engines"
   [layout]   num_layers, num_kv_heads, head_dim, dtype = "bfloat16", page_size
   [host]     bytes = "64GiB", keep_arena
@@ -70,8 +70,8 @@ durable is kept either way.
 examples:
   hicache serve --config /etc/hicache.toml --check
   hicache serve --config /etc/hicache.toml --http 8080 --tokenizer ./model
-  hicache serve --host 16GiB --nvme-dir /data/hicache --nvme 200GiB --set layout.num_layers=32 \
-    --set layout.num_kv_heads=8 --set layout.head_dim=128 --set layout.dtype=bfloat16 \
+  hicache serve --host 16GiB --nvme-dir /data/hicache --nvme 200GiB --set layout.num_layers=32 \\
+    --set layout.num_kv_heads=8 --set layout.head_dim=128 --set layout.dtype=bfloat16 \\
     --set layout.page_size=16
 
 exit status: 0 it was told to stop, and did; 1 it could not start or failed; 2 bad usage,

@@ -14,7 +14,7 @@ const OLD_S = 10;
 const find = (id) => document.getElementById(id);
 
 const cards = new Cards();
-const details = new Details(find("details"), (number, signal) => ask("prefix", { id: number }, signal));
+const details = new Details(find("details"), (number, signal) => ask("prefix", { id: number }, signal), zoom);
 const icicle = new Icicle(find("icicle"), { look: (branch, more) => details.look(branch, more), zoom });
 let isPaused = false;
 /** Prefixes that the tree is seen from, those before it last. */
@@ -51,6 +51,7 @@ async function turn() {
 }
 
 function zoom(number) {
+  if (find("details").contains(document.activeElement)) find("icicle").querySelector("[tabindex='0']").focus();
   focus = number;
   turn();
 }

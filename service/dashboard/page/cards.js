@@ -63,7 +63,7 @@ export class Cards {
     const all = asked.at(-1) - asked[0];
     const total = series.reduce((found, each) => found + each.all, 0);
     const sources = series.map((each) => fact(each.colour, each.name, share(all ? each.all / all : null)));
-    facts("found", big(share(all ? total / all : null), `of ${short(all)} tokens asked for`), ...sources);
+    facts("found", big(share(all ? total / all : null), `of ${short(all)} tokens`), ...sources);
     this.#charts.found.show(times, series);
   }
 
@@ -75,7 +75,8 @@ export class Cards {
     });
     const told = series.map(({ name, colour, values, lane }) => {
       const failed = lane.failed ? `, ${plural(lane.failed, "page")} failed` : "";
-      return fact(colour, name, `${bytes(values.at(-1) ?? 0)}/s, ${short(lane.queued_pages)} queued${failed}`);
+      const queued = lane.queued_pages ? `, ${short(lane.queued_pages)} queued` : "";
+      return fact(colour, name, `${bytes(values.at(-1) ?? 0)}/s${queued}${failed}`);
     });
     facts("moved", ...(told.length ? told : [element("p", {}, "There is one tier: nothing moves.")]));
     this.#charts.moved.show(times, series);
@@ -86,7 +87,7 @@ export class Cards {
     const note = work.prefill_tokens
       ? `${seconds(saved)} since the server started`
       : "no engine has said yet how fast it computes";
-    facts("saved", big(seconds(values.at(-1) - values[0]), "of prefill that was not waited for"), element("p", {}, note));
+    facts("saved", big(seconds(values.at(-1) - values[0]), "of prefill"), element("p", {}, note));
     this.#charts.saved.show(times, [{ name: "saved", colour: "saved", values: values.map((value) => value - values[0]) }]);
   }
 }

@@ -2,25 +2,29 @@
 
 import { bytes, element, named, plural, seconds, whole } from "./format.js";
 
+/** Of what is too small to be drawn so many are named. */
+const NAMED = 24;
 /** So long a branch is looked at before the server is asked about it. */
 const DELAY_MS = 120;
 
 export class Details {
   #host;
   #ask;
+  #zoom;
   #timer = null;
   #asked = null;
   #known = null;
 
-  /** `ask(number, signal)`: all about one prefix. */
-  constructor(host, ask) {
-    [this.#host, this.#ask] = [host, ask];
+  /** `ask(number, signal)`: all about one prefix; `zoom(number)`: see it alone. */
+  constructor(host, ask, zoom) {
+    [this.#host, this.#ask, this.#zoom] = [host, ask, zoom];
   }
 
-  /** Show a branch; `more` instead of it, the sizes of what hangs on it and is too small. */
+  /** Show a branch; `more` instead of it, as `Icicle` tells it. */
   look(branch, more) {
     clearTimeout(this.#timer);
     this.#asked?.abort();
+    if (this.#host.contains(document.activeElement)) return;
     if (more !== null || branch.kind !== "prefix") return this.#show(branch, more, null);
     const known = this.#known?.id === branch.id ? this.#known : null;
     this.#show(branch, null, known);
@@ -35,14 +39,24 @@ export class Details {
     }, DELAY_MS);
   }
 
+  /** The largest of those that are too small to be drawn. They stay as they are while one of them has the focus. */
+  #list(branches) {
+    const items = branches.slice(0, NAMED).map((branch) => {
+      const about = ` ${bytes(branch.total.bytes)}, ${branch.tiers.map(named).join(" and ") || "on its way"}`;
+      return element("li", {}, element("button", { type: "button", onclick: () => this.#zoom(branch.id) }, branch.label), about);
+    });
+    this.#host.append(element("ul", { className: "largest", "aria-label": "The largest of them" }, ...items));
+  }
+
   #show(branch, more, known) {
-    const title = more === null ? branch.label : `… and ${whole(more.prefixes)} more below ${branch.label}`;
-    const told = more !== null || branch.kind !== "prefix" ? sizes(more ?? branch.total) : prefix(branch, known);
+    const title = more === null ? branch.label : `… and ${whole(more.total.prefixes)} more below ${branch.label}`;
+    const told = more !== null || branch.kind !== "prefix" ? sizes((more ?? branch).total) : prefix(branch, known);
     const rows = Object.entries(told).filter(([, text]) => text !== null);
     this.#host.replaceChildren(
       element("h3", {}, title),
       element("dl", {}, ...rows.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))),
     );
+    if (more?.narrow.length) this.#list(more.narrow);
     if (known?.text) this.#host.append(element("pre", {}, known.text));
     else if (known) this.#host.append(element("pre", {}, known.ids.join(" ") + (known.tokens > known.ids.length ? " …" : "")));
   }

@@ -8,7 +8,11 @@ const NARROW = 3;
 /** Narrower ones have no label. */
 const LABELLED = 34;
 
-/** What happens: `look(branch)` when one is hovered or focused, `zoom(number)` for the number of one to be seen alone. */
+/**
+ * It tells what happens: `look(branch, more)` when one is hovered or focused, with `more` instead of it what hangs on it
+ * and is too small: the "total" of its sizes and the "narrow" ones that are known. `zoom(number)` when one is to be seen
+ * alone.
+ */
 export class Icicle {
   #host;
   #hears;
@@ -93,7 +97,7 @@ export class Icicle {
 
   #look(key) {
     const place = this.#shown.get(key);
-    if (place !== undefined) this.#hears.look(place.branch, place.isMore ? place.total : null);
+    if (place !== undefined) this.#hears.look(place.branch, place.isMore ? place : null);
   }
 
   #zoom(key) {
@@ -149,9 +153,9 @@ function layout({ focus, branches }, width) {
     const place = pending.pop();
     const { branch, x, level } = place;
     const key = String(branch.id);
-    const wide = children.get(branch.id).filter((child) => child.total.bytes * scale >= NARROW);
-    wide.sort((one, other) => other.total.bytes - one.total.bytes || one.id - other.id);
-    const rest = sum([branch.more, ...children.get(branch.id).filter((child) => !wide.includes(child)).map((child) => child.total)]);
+    const wide = children.get(branch.id).filter((child) => child.total.bytes * scale >= NARROW).sort(largest);
+    const narrow = children.get(branch.id).filter((child) => child.total.bytes * scale < NARROW).sort(largest);
+    const rest = sum([branch.more, ...narrow.map((child) => child.total)]);
     const below = wide.map((child) => String(child.id));
     const hasMore = rest.bytes * scale >= 1;
     if (hasMore) below.push(`more ${key}`);
@@ -162,12 +166,14 @@ function layout({ focus, branches }, width) {
       at += child.total.bytes * scale;
     });
     if (hasMore) {
-      const more = { branch, isMore: true, total: rest, x: at, level: level + 1, above: key, below: [] };
+      const more = { branch, isMore: true, total: rest, narrow, x: at, level: level + 1, above: key, below: [] };
       shown.set(`more ${key}`, { ...more, width: rest.bytes * scale, position: below.length, siblings: below.length });
     }
   }
   return shown;
 }
+
+const largest = (one, other) => other.total.bytes - one.total.bytes || one.id - other.id;
 
 function sum(sizes) {
   const total = { bytes: 0, prefixes: 0, leases: 0, tiers: {} };
