@@ -1,15 +1,16 @@
 """`hicache bench nvme`: pages in and out of the NVMe tier, beside what the device gives without it.
 
 Both sides move pages of one size between the same memory (an arena in 2 MiB pages, as the host tier's) and the same
-file system, in one process, in short rounds: tier, raw loop, raw loop, tier. The speed of a disk changes from one
-second to the next and from one place to another, by more than what is measured here. So beside the raw loop a row shows
-that round of which the ratio is the median; other figures are medians over the rounds.
+file system, in one process. A disk's speed changes within seconds, and some stretches of it are written 1.6 times as
+fast as others: by more than what is measured here. So the sides take turns in short rounds, of two turns each in which
+either begins; they have every second stretch of one file, and after half of the turns each other's. Beside the raw loop
+a row shows that round of which the ratio is the median one; other figures are medians over the rounds.
 
 - The tier is used as the movers use it: batches of 16 pages, several under way, checksums on, commits running. As
   there, pages come with the checksums that were taken when they entered memory; what that costs has a row of its own,
   `enter`: one thread copies pages in and takes them, beside the copy alone.
 - The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins, in slots
-  of the tier's own file that take turns with those that the tier writes, and in the same order.
+  of the tier's own file.
 - Reads are cold: both sides go around the page cache, and no page is read twice in a round.
 - Writes go half into slots that were never used and half into slots that are freed to make room, as in a full tier.
   What was accepted counts; `synced` counts the time until all of it is durable too, on both sides. The store is large
@@ -54,11 +55,14 @@ GOAL: Final = 0.95
 """Share of the raw loop's bandwidth that the tier is to reach, checksums included."""
 DEPTH_ROUNDS: Final = 3
 """Rounds in which every depth is tried."""
-_TURNS: Final = ("tier", "raw", "raw", "tier")
-"""The sides in a round: each begins as often as it follows the other."""
 FILE_ROUNDS: Final = 3
 ENTER_ROUNDS: Final = 5
 DURABLE_ROUNDS: Final = 12
+
+
+def _order(*, tier_first: bool) -> tuple[str, str]:
+    """The sides of a turn."""
+    return ("tier", "raw") if tier_first else ("raw", "tier")
 
 
 def _layout(num_layers: int, num_kv_heads: int, head_dim: int) -> KVLayout:
@@ -87,7 +91,7 @@ class Plan:
 
     @property
     def turn_bytes(self) -> int:
-        """What one side moves in a turn, of which it has two in a round: long enough for its beginning and end to be
+        """What one side moves in a turn, of which it has two in a round. Long enough for its beginning and end to be
         small beside it."""
         return (512 << 20) // self.divisor
 
@@ -157,6 +161,8 @@ class _Bench:
         self._depth = {"read": DEPTHS[0], "write": DEPTHS[0]}
         self.best_rate = {"read": 0.0, "write": 0.0}
         """Of the raw loop, GB/s."""
+        self._seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * plan.rounds)
+        """Of every round that has turns of both sides, by measurement and side."""
         self._figures: defaultdict[str, list[float]] = defaultdict(list)
         """GB/s of every round, or milliseconds, by measurement and side."""
 
@@ -166,6 +172,7 @@ class _Bench:
         memory = Memory(self._memory, load.shape)
         num_batches, num_short = load.batches(plan.turn_bytes), load.batches(plan.short_turn_bytes)
         num_new = load.batches(plan.new_turn_bytes)
+        num_stored = 2 * num_new * plan.rounds
         tier = TierSide(load, memory, self._directory / "tier", plan.store_batches(load))
         raw = RawSide(tier, memory, self._directory / "tier")
         files = FileSide(memory, self._directory / "files")
@@ -176,17 +183,20 @@ class _Bench:
             self._try_depths(raw, num_short)
             self._note(f"{load.name}: writing")
             memory.take_sums()  # not sooner: what was read so far has come into the same memory
-            await raw.share(2 * num_new * plan.rounds)
-            for _ in range(plan.rounds):
-                await self._write_round(tier, raw, num_new, reuse=False)
-            for index in range(plan.rounds):
-                if index in (0, plan.rounds // 2):  # each side has gone once through the file
-                    await tier.go_to_first()
-                await self._write_round(tier, raw, num_batches, reuse=True)
-            self._join_writes()
-            self._note(f"{load.name}: reading")
-            for _ in range(plan.rounds):
-                await self._read_round(tier, raw, num_batches)
+            await raw.share(num_stored, is_first=True)
+            for turn in range(2 * plan.rounds):
+                await self._write(tier, raw, num_new, turn // 2, reuse=False, tier_first=turn % 2 == 0)
+            for is_swapped in (False, True):
+                if is_swapped:
+                    await self._swap(tier, raw, num_stored)
+                    memory.take_sums()
+                await tier.go_to_first()
+                for index in range(plan.rounds):
+                    await self._write(tier, raw, num_batches, index, reuse=True, tier_first=is_swapped == index % 2)
+                self._note(f"{load.name}: reading")
+                for index in range(plan.rounds):
+                    await self._read(tier, raw, num_batches, index, tier_first=is_swapped == index % 2)
+            self._count_rounds(num_new, num_batches)
             self._raise_bounds()
             self._note(f"{load.name}: single batches until they are durable")
             memory.take_sums()
@@ -229,22 +239,47 @@ class _Bench:
             self._depth[way] = max(rates, key=rates.__getitem__)
             self.best_rate[way] = max(rates.values())
 
-    async def _write_round(self, tier: TierSide, raw: RawSide, num_batches: int, *, reuse: bool) -> None:
-        accepted, durable = dict.fromkeys(_TURNS, 0.0), dict.fromkeys(_TURNS, 0.0)
-        for side in _TURNS:
+    async def _write(
+        self, tier: TierSide, raw: RawSide, num_batches: int, index: int, *, reuse: bool, tier_first: bool
+    ) -> None:
+        """A turn of each side, of round `index`."""
+        kind = "used" if reuse else "new"
+        for side in _order(tier_first=tier_first):
             if side == "tier":
                 written = await tier.write(num_batches, reuse=reuse)
             else:
                 written = raw.write(num_batches, reuse=reuse, depth=self._depth["write"])
-            accepted[side] += written.accepted_s
-            durable[side] += written.durable_s
-        kind = "used" if reuse else "new"
-        for side in accepted:
-            self._add(f"{kind}.{side}", 2 * num_batches, accepted[side])
-            self._add(f"{kind}_synced.{side}", 2 * num_batches, durable[side])
+            self._took(f"{kind}.{side}", index, written.accepted_s)
+            self._took(f"{kind}_synced.{side}", index, written.durable_s)
 
-    def _join_writes(self) -> None:
-        """Rounds into new and into used slots, as many bytes each, as one."""
+    async def _read(self, tier: TierSide, raw: RawSide, num_batches: int, index: int, *, tier_first: bool) -> None:
+        """A turn of each side, of round `index`."""
+        for side in _order(tier_first=tier_first):
+            if side == "tier":
+                seconds = await tier.read(num_batches, self._rng)
+            else:
+                seconds = raw.read(num_batches, self._rng, depth=self._depth["read"])
+            self._took(f"read.{side}", index, seconds)
+
+    async def _swap(self, tier: TierSide, raw: RawSide, num_batches: int) -> None:
+        """Give each side the slots that the other had, and write into all of them."""
+        await tier.go_to_first()
+        await tier.empty()
+        await raw.give_back()
+        await raw.share(num_batches, is_first=False)
+        await tier.write(num_batches, reuse=False)
+        raw.write(num_batches, reuse=False, depth=self._depth["write"])
+
+    def _took(self, name: str, index: int, seconds: float) -> None:
+        """One of the two turns that a side has in round `index` took so long."""
+        self._seconds[name][index] += seconds
+
+    def _count_rounds(self, num_new: int, num_batches: int) -> None:
+        """Take what all rounds took, in turns of so many batches, into the figures; and rounds into new and into used
+        slots, as many bytes each, together."""
+        for name, rounds in self._seconds.items():
+            for seconds in rounds:
+                self._add(name, 2 * (num_new if name.startswith("new") else num_batches), seconds)
         for suffix in ("", "_synced"):
             for side in ("tier", "raw"):
                 new, used = self._figures[f"new{suffix}.{side}"], self._figures[f"used{suffix}.{side}"]
@@ -256,16 +291,6 @@ class _Bench:
         """The long rounds may have been faster than those in which depths were tried."""
         self.best_rate["write"] = max(self.best_rate["write"], *map(self._median, ("new.raw", "used.raw")))
         self.best_rate["read"] = max(self.best_rate["read"], self._median("read.raw"))
-
-    async def _read_round(self, tier: TierSide, raw: RawSide, num_batches: int) -> None:
-        seconds = dict.fromkeys(_TURNS, 0.0)
-        for side in _TURNS:
-            if side == "tier":
-                seconds[side] += await tier.read(num_batches, self._rng)
-            else:
-                seconds[side] += raw.read(num_batches, self._rng, depth=self._depth["read"])
-        for side in seconds:
-            self._add(f"read.{side}", 2 * num_batches, seconds[side])
 
     def _add(self, name: str, num_batches: int, seconds: float) -> None:
         self._figures[name].append(num_batches * BATCH_PAGES * self._load.page_bytes / seconds / 1e9)

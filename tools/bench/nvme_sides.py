@@ -17,6 +17,8 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Final
 
+import numpy as np
+
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.tier import Outcome, PageIdentity, PageRead, PageSums, PageWrite, Slots
@@ -169,6 +171,11 @@ class TierSide:
         while self._held[-1].slots[-1] < self.tier.num_slots - BATCH_PAGES:
             await self.write(1, reuse=True)
 
+    async def empty(self) -> None:
+        """Drop all pages."""
+        await self.give_back(held.slots for held in self._held)
+        self._held.clear()
+
     def allocate(self) -> Slots:
         """Slots of a batch, which are the caller's."""
         return self.tier.allocate(BATCH_PAGES)
@@ -241,16 +248,25 @@ class RawSide:
 
     def take(self, num_batches: int) -> None:
         """Have these batches, and no others."""
-        self._have([self._tier.allocate() for _ in range(num_batches)])
+        self._have([self._tier.allocate().tolist() for _ in range(num_batches)])
 
-    async def share(self, num_batches: int) -> None:
-        """Have so many batches, and no others; between stretches of them lie as many of the tier's."""
+    async def share(self, num_batches: int, *, is_first: bool) -> None:
+        """Have so many batches, and no others; between stretches of them lie as many of the tier's, which holds
+        nothing yet. `is_first`: begin with the first of the stretches."""
         stretch = max(1, STRETCH_BYTES // (BATCH_PAGES * self._tier.geometry.shape.slot_bytes))
         everything = [self._tier.allocate() for _ in range(2 * num_batches)]
-        mine = [slots for index, slots in enumerate(everything) if index // stretch % 2 == 0][:num_batches]
-        self._have(mine)
-        kept = {int(slots[0]) for slots in mine}
-        await self._tier.give_back(slots for slots in everything if int(slots[0]) not in kept)
+        halves: tuple[list[Slots], list[Slots]] = [], []
+        for index, slots in enumerate(everything):
+            second = index // stretch % 2 == 1 or len(halves[0]) == num_batches
+            halves[second].append(slots)
+        mine, theirs = halves if is_first else halves[::-1]
+        self._have([slots.tolist() for slots in mine])
+        await self._tier.give_back(theirs)
+
+    async def give_back(self) -> None:
+        """Have no batches."""
+        await self._tier.give_back(np.array(slots, np.int32) for slots in self._batches)
+        self._have([])
 
     def write(self, num_batches: int, *, reuse: bool, depth: int) -> Written:
         """Write batches, into slots never used or over the oldest."""
@@ -270,8 +286,8 @@ class RawSide:
     def close(self) -> None:
         self._file.close()
 
-    def _have(self, batches: Sequence[Slots]) -> None:
-        self._batches = [slots.tolist() for slots in batches]
+    def _have(self, batches: list[list[int]]) -> None:
+        self._batches = batches
         self._num_written = self._oldest = 0
 
     def _transfers(self, batches: Sequence[int]) -> list[tuple[int, memoryview]]:
