@@ -28,6 +28,12 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _REFUSALS: Final = (Forbidden, VersionMismatch, LayoutMismatch, BadRequest)
 _LOST: Final = (Unreachable, DeadlineExceeded, Draining)
+_MENDS: Final[tuple[tuple[type[HicacheError], str], ...]] = (
+    (Unreachable, "is a sidecar running there? start one with `hicache serve`"),
+    (Forbidden, "look at the settings `tenant` and `secret_file`"),
+    (VersionMismatch, "install the same release of hicache for the sidecar and for the engine"),
+)
+"""What the user can do where the error does not say so."""
 
 
 class Link:
@@ -54,6 +60,8 @@ class Link:
             self._client = self._connected()
         except HicacheError as error:
             if settings.strict:
+                if words := _mend(error):
+                    error.add_note(f"hicache{words}")
                 raise
             self._lose(error)
 
@@ -115,7 +123,7 @@ class Link:
 
     def _lose(self, error: HicacheError, client: Client | None = None) -> None:
         """Say it once, and begin to look for the sidecar."""
-        self._say(f"going on without the cache: {error}")
+        self._say(f"going on without the cache: {error}{_mend(error)}")
         with self._lock:
             if self._closing.is_set() or (self._thread is not None and self._thread.is_alive()):
                 return
@@ -132,7 +140,7 @@ class Link:
                 client = self._connected()
             except HicacheError as again:
                 error = again
-                self._say(f"going on without the cache: {error}")
+                self._say(f"going on without the cache: {error}{_mend(error)}")
                 continue
             with self._lock:
                 is_wanted = not self._closing.is_set()
@@ -148,6 +156,11 @@ class Link:
         if sentence != self._said:
             self._said = sentence
             _log.warning("hicache, %s: %s", self._name, sentence)
+
+
+def _mend(error: HicacheError) -> str:
+    """What follows an error's own words; empty where they say what to do."""
+    return next((f"; {words}" for kind, words in _MENDS if isinstance(error, kind)), "")
 
 
 def serve_options(layout: KVLayout) -> str:

@@ -68,13 +68,16 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             check_version(vllm.__version__)
             check_parallel(vllm_config.parallel_config)
             self._groups = Groups.of(kv_cache_config)
+            self._groups.layout()  # what cannot be a page is told here, not by each worker
             if role == KVConnectorRole.SCHEDULER:
                 self._begin_scheduling(vllm_config, kv_cache_config, self._groups)
         except HicacheError as error:
             if self._settings.strict:
                 raise
             self._groups = None
-            _log.warning("hicache: this engine runs without the cache: %s", error)
+            # Once, also where there are many workers: what is wrong here is wrong for all sides.
+            level = logging.WARNING if role == KVConnectorRole.SCHEDULER else logging.DEBUG
+            _log.log(level, "hicache: this engine runs without the cache: %s", error)
 
     def _begin_scheduling(self, vllm_config: Any, kv_cache_config: Any, groups: Groups) -> None:
         transfer = vllm_config.kv_transfer_config
