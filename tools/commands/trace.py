@@ -37,8 +37,10 @@ tokens came before it, within this recording and nowhere else: the key that make
 written nowhere. --tokens adds the ids themselves; such a file holds the prompts.
 
 Engines that look first and acquire then make one request of the two, also where they look again
-while the request waits. What an engine stores is not recorded: a replay stores every prompt, as
-engines do. Answers are not known to the cache until a later prompt repeats them.
+while the request waits; two that wait at a time and are the same are taken for one. vLLM asks for
+whole blocks: what a prompt has beyond them is not told. What an engine stores is not recorded: a
+replay stores every prompt, as engines do. Answers are not known to the cache until a later prompt
+repeats them.
 
 The server keeps up to 64 MiB of prompts until they are fetched; more than that is left out of the
 recording and counted. Recording costs it a copy of the token ids. One recording at a time: another
@@ -90,10 +92,14 @@ def run(args: argparse.Namespace) -> int:
         block = args.block or page
         if block % page:
             raise UsageProblem(f"--block: {block} is no multiple of {page}, the server's page")
+        # Before there is a file: who sees one knows that it is being written.
+        walk = owner.record(0, wait_s=0.0).walk
         with TraceFile(args.file, max_bytes=args.max_bytes, max_files=args.files) as file, _told_to_stop() as signals:
             recorder = Recorder(file, block, with_tokens=args.tokens)
             try:
-                recorder.record(owner, signals, seconds=args.seconds, requests=args.requests, is_quiet=args.json)
+                recorder.record(
+                    owner, walk, signals, seconds=args.seconds, requests=args.requests, is_quiet=args.json
+                )
             except BaseException:
                 recorder.told.ended = "failed"
                 raise
@@ -134,15 +140,17 @@ class Recorder:
         self._tiers: Final = tier_names()
 
     def record(
-        self, owner: Owner, signals: list[int], *, seconds: int | None, requests: int | None, is_quiet: bool
-    ) -> None:
-        """Record until one of `signals` has arrived, or what was asked for. Raises as `Owner` does, and `OSError`."""
-        told, began, shown, walk = self.told, time.monotonic(), Progress(), 0
+        self, owner: Owner, walk: int, signals: list[int], *,
+        seconds: int | None, requests: int | None, is_quiet: bool,
+    ) -> None:  # fmt: skip
+        """Write down the recording `walk`, which has begun, until one of `signals` has arrived or as long as was asked
+        for. Raises as `Owner` does, and `OSError`."""
+        told, began, shown = self.told, time.monotonic(), Progress()
         try:
             while not told.ended:
                 left = WAIT_S if seconds is None else seconds - told.seconds
-                is_over = walk != 0 and (bool(signals) or left <= 0)
-                reply = owner.record(walk, wait_s=0.0 if is_over else min(max(left, 0.0), WAIT_S), end=is_over)
+                is_over = bool(signals) or left <= 0
+                reply = owner.record(walk, wait_s=0.0 if is_over else min(left, WAIT_S), end=is_over)
                 walk = reply.walk
                 self._take(reply, requests)
                 told.seconds = time.monotonic() - began
