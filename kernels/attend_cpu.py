@@ -1,7 +1,6 @@
 """Attention over parts on the CPU: a single token by compiled loops where they are ready, everything else by torch."""
 
 from collections.abc import Iterable
-from typing import Final
 
 import torch
 
@@ -10,8 +9,6 @@ from hicache.kernels.attend_torch import Running, attend_torch
 from hicache.kernels.checks import PageShape
 from hicache.kernels.parts import Asked, PagedPart, no_keys, seen_tokens
 from hicache.kernels.state import AttentionState
-
-_FIRST_SLOT: Final = torch.zeros(1, dtype=torch.int32)
 
 
 def attend_cpu(
@@ -34,8 +31,7 @@ def attend_cpu(
             # A part that the loops do not take is torch's; its state is merged in the end.
             running.add(*attend_torch(query.float(), [(part, shape)], key[:0].float(), value[:0].float(), asked))
     if len(key):
-        # A page of one token.
-        decoding.add(torch.stack([key, value], dim=1)[:, :, None], _FIRST_SLOT, 0, 1)
+        decoding.add_token(key, value)
     state = decoding.result()
     if state is not None:
         running.add(*state)

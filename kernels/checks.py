@@ -36,17 +36,25 @@ def check_tensor(
 ) -> None:
     """Refuse a tensor of another shape (None: any size), dtype or device, or whose last dimension is not contiguous,
     unless that does not matter."""
-    if tensor.dim() != len(shape) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
-    ):
+    if not _fits(tensor.shape, shape):
         expected = ", ".join("*" if want is None else str(want) for want in shape)
         raise BadArgument(argument, f"has shape {list(tensor.shape)}, expected [{expected}]")
     if dtype is not None and tensor.dtype not in (dtypes := dtype if isinstance(dtype, tuple) else (dtype,)):
         raise BadArgument(argument, f"is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if device is not None and tensor.device != device:
         raise BadArgument(argument, f"is on {tensor.device}, expected {device}")
-    if contiguous and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if contiguous and shape and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise BadArgument(argument, f"has stride {tensor.stride(-1)} in its last dimension, expected 1")
+
+
+def _fits(shape: torch.Size, expected: tuple[int | None, ...]) -> bool:
+    """Whether each size is as expected, None being any: a plain loop, as every layer of a step asks several times."""
+    if len(shape) != len(expected):
+        return False
+    for have, want in zip(shape, expected, strict=True):  # noqa: SIM110
+        if want is not None and have != want:
+            return False
+    return True
 
 
 def check_query(

@@ -41,9 +41,11 @@ _APART_BYTES: Final = 1 << 12
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
-_NEAR_BYTES, _FAR_BYTES = 6 << 10, 12 << 10
-"""So far ahead data is asked for, as was measured to be best, all that is under way being in the first cache then."""
+_AHEAD_BYTES: Final = {4: (6 << 10, 12 << 10), 2: (8 << 10, 16 << 10)}
+"""How far ahead data is asked for, the second time and the first, by bytes of an element: as was measured to be best,
+and little enough for the first cache."""
 
+_FIRST_SLOT: Final = torch.zeros(1, dtype=torch.int32)
 _loading: Final = threading.Lock()
 _ready: Final[dict[torch.dtype, Any]] = {}
 """The loops, by the types for which they are compiled: functions of C at `address`, gone with the object."""
@@ -137,16 +139,32 @@ class Decoding:
     def add(self, pages: torch.Tensor, block_table: torch.Tensor, first: int, last: int) -> None:
         """Attend to tokens `first` to `last`, at least one, of pages [num_slots, 2, page_size, H, D], any stride but in
         D, that `takes` was asked about; block_table int32, of slots that are there."""
-        job, element, table = self._job, pages.element_size(), block_table.cpu().contiguous()
-        alone = (last - first) * 2 * job.num_heads * self._head_dim * element < job.most_runs * _ALONE_BYTES
-        job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
-        job.pages_at, job.page_size, job.table_at = pages.data_ptr(), pages.shape[2], table.data_ptr()
         slot, plane, token, head, _ = pages.stride()
+        element, table = pages.element_size(), block_table.cpu().contiguous()
+        job = self._job
+        job.pages_at, job.page_size, job.table_at = pages.data_ptr(), pages.shape[2], table.data_ptr()
         job.slot_stride, job.plane_stride = element * slot, element * plane
         job.token_stride, job.head_stride = element * token, element * head
+        self._run(pages.dtype, first, last)
+
+    def add_token(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Attend to one token, key and value [1, H, D], any stride but in D, of a type that `takes` was asked about."""
+        if key.stride() != value.stride():
+            key, value = key.contiguous(), value.contiguous()
+        job = self._job
+        job.pages_at, job.page_size, job.table_at = key.data_ptr(), 1, _FIRST_SLOT.data_ptr()
+        job.slot_stride, job.plane_stride, job.token_stride = 0, value.data_ptr() - key.data_ptr(), 0
+        job.head_stride = key.element_size() * key.stride(1)
+        self._run(key.dtype, 0, 1)
+
+    def _run(self, dtype: torch.dtype, first: int, last: int) -> None:
+        """Attend to tokens of the pages and the table that the job names."""
+        job, head_bytes = self._job, self._head_dim * dtype.itemsize
+        alone = (last - first) * 2 * job.num_heads * head_bytes < job.most_runs * _ALONE_BYTES
+        job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
         job.first, job.last = first, last
-        job.near, job.far = (ceil_div(num_bytes, element * self._head_dim) for num_bytes in (_NEAR_BYTES, _FAR_BYTES))
-        in_threads(_ready[pages.dtype].address, job, job.num_runs)
+        job.near, job.far = (ceil_div(num_bytes, head_bytes) for num_bytes in _AHEAD_BYTES[dtype.itemsize])
+        in_threads(_ready[dtype].address, job, job.num_runs)
         self._has_tokens = True
 
     def result(self) -> AttentionState | None:

@@ -2,9 +2,9 @@
 
 A block of tokens has three passes: products of all heads' queries with the keys, weights, and the sum of the values.
 The first and the last are bound by memory and written in vectors of 16 (`_dots`, `_weigh`), which LLVM cuts down to
-what the machine has. They go through memory in its own order, one token after the other (two in half precision), so
-that the processor's prefetching follows, with four query rows for each key or value that is loaded. What comes next is
-asked for too, as the processor cannot know the next page: twice, because it drops requests when it has many.
+what the machine has: two tokens at a time, in half precision four, and four query rows. What comes next is asked for,
+as the processor cannot know the next page: byte by byte in the order of memory, which its own prefetching then follows,
+and twice, because it drops requests when it has many.
 
 All that computes is in one file, as Numba's cache on disk looks at no other one; a `Job` is part of a function's type.
 """
@@ -75,8 +75,8 @@ _STORED: Final[dict[Any, tuple[int, Callable[[ir.IRBuilder, ir.Value], ir.Value]
 }
 """By the type that stands for a stored one: bytes of an element, and how sixteen of them are loaded."""
 _AT_ONCE: Final[dict[Any, int]] = {types.float32: 2, types.int16: 4, types.uint16: 4}
-"""Tokens that are computed with together: enough that queries and sums are seldom loaded, few enough that they lie close
-together. 2 or 4."""
+"""Tokens that are computed with together, 2 or 4: enough that queries and sums are seldom loaded, and few enough that
+what is asked for ahead stays small."""
 _LINE: Final = 64
 """Bytes of a cache line."""
 
@@ -202,7 +202,7 @@ def _dots(
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _add_up(context: Any, pairs: Any, output: Any) -> tuple[Any, Any]:
-    """Add up what `_dots` left of two tokens, and of the next two behind them, at `pairs`, to 16 numbers at `output`."""
+    """Add up what `_dots` left of two tokens and, behind them, of the next two at `pairs`, to 16 numbers at `output`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
         pairs, output = arguments
@@ -425,8 +425,11 @@ def _ahead_of(job: Any, at_once: Any, distance: Any) -> Any:
 
 
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
-def _pass(stored: Any, job: Any, is_first: Any, whole: Any, table_at: Any, rows_at: Any, parts_at: Any, scores_at: Any) -> None:
-    """The first pass over a block of `whole` tokens, whose addresses are at `table_at`, or the last."""
+def _pass(
+    stored: Any, job: Any, is_first: Any, num_tokens: Any, table_at: Any, rows_at: Any, pairs_at: Any, scores_at: Any
+) -> None:
+    """The first pass over tokens whose addresses are at `table_at`, with the query's rows, or the last, to those of the
+    total."""
     num_vectors, blocks_a_head, head_stride = job.num_vectors, job.blocks_a_head, job.head_stride
     at_once = _at_once(stored)
     block_bytes, scores_bytes = _NUM_ROWS * _BYTES * num_vectors, job.tokens_at_once // 4 * _BYTES
@@ -435,27 +438,26 @@ def _pass(stored: Any, job: Any, is_first: Any, whole: Any, table_at: Any, rows_
     far_tokens, far_bytes = _ahead_of(job, at_once, job.far)
     # What is asked for follows the order of memory: heads of one token, or tokens of one head.
     step, following = (head_stride, 8 * at_once) if head_stride > job.token_stride else (at_once * head_stride, 8)
-    for first in range(0, whole, at_once):
-        now_at = table_at + 8 * first
-        near_at, near, far_at, far = now_at + 8 * near_tokens, near_bytes, now_at + 8 * far_tokens, far_bytes
+    for first in range(0, num_tokens, at_once):
+        tokens_at = table_at + 8 * first
+        near_at, near = tokens_at + 8 * near_tokens, near_bytes
+        far_at, far = tokens_at + 8 * far_tokens, far_bytes
+        has_four = first % 4 + at_once == 4 or first + at_once == num_tokens
         for head in range(job.num_heads):
-            near_now, far_now = _integer(near_at) + near, _integer(far_at) + far
+            near_now, far_now, offset = _integer(near_at) + near, _integer(far_at) + far, head * head_stride
             for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
-                fours_at = scores_at + block * scores_bytes + first // 4 * _BYTES
-                if is_first:
-                    pairs_at = parts_at + 2 * block * _BYTES
-                    into = fours_at if at_once == 4 else pairs_at + first % 4 // 2 * _BYTES
-                    _dots(
-                        stored, rows_at + block * block_bytes, now_at, head * head_stride, near_now, far_now, num_vectors,
-                        into,
-                    )  # fmt: skip
-                    if at_once == 2 and (first % 4 == 2 or first + 2 == whole):
-                        _add_up(pairs_at, fours_at)
+                rows, four = rows_at + block * block_bytes, scores_at + block * scores_bytes + first // 4 * _BYTES
+                if not is_first:
+                    weights = four + first % 4 * _NUM_ROWS * 4
+                    _weigh(stored, rows, tokens_at, offset, near_now, far_now, num_vectors, weights)
+                elif at_once == 4:
+                    _dots(stored, rows, tokens_at, offset, near_now, far_now, num_vectors, four)
                 else:
-                    _weigh(
-                        stored, rows_at + block * block_bytes, now_at, head * head_stride, near_now, far_now, num_vectors,
-                        fours_at + first % 4 * 16,
-                    )  # fmt: skip
+                    pairs = pairs_at + 2 * block * _BYTES
+                    pair = pairs + first % 4 // 2 * _BYTES
+                    _dots(stored, rows, tokens_at, offset, near_now, far_now, num_vectors, pair)
+                    if has_four:
+                        _add_up(pairs, four)
             near, far = near + step, far + step
             while near >= token_bytes:
                 near_at, near = near_at + following, near - token_bytes

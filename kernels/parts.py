@@ -30,6 +30,8 @@ class PagedPart:
 
     def cut(self, begin: int, end: int) -> "PagedPart":
         """The part of pages `begin` to `end`, whose table names no other pages than those that hold tokens."""
+        if begin == 0 and end == len(self.block_table):
+            return self
         page_size = self.pages.shape[2]
         return PagedPart(
             self.pages,
