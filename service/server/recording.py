@@ -19,8 +19,8 @@ from hicache.service.server.session import Session, Tokens
 
 MAX_QUEUED: Final = 1 << 16
 """Prompts that wait to be fetched."""
-MAX_QUEUED_BYTES: Final = 64 << 20
-"""Bytes of their token ids."""
+MAX_QUEUED_BYTES: Final = 32 << 20
+"""Bytes of their token ids; with `MAX_REPLY_BYTES` no more than a reply may have."""
 MAX_REPLY_BYTES: Final = 4 << 20
 """So many bytes of token ids after which a reply ends; the last prompt may be longer."""
 FORGOTTEN_S: Final = 60.0

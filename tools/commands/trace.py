@@ -42,7 +42,7 @@ whole blocks: what a prompt has beyond them is not told. What an engine stores i
 replay stores every prompt, as engines do. Answers are not known to the cache until a later prompt
 repeats them.
 
-The server keeps up to 64 MiB of prompts until they are fetched; more than that is left out of the
+The server keeps up to 32 MiB of prompts until they are fetched; more than that is left out of the
 recording and counted. Recording costs it a copy of the token ids. One recording at a time: another
 one takes its place.
 
