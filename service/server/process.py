@@ -288,9 +288,7 @@ async def serving(
             await server.finish()
 
 
-async def run(
-    config: ServeConfig, *, ready: Callable[[Server], None], decode: Decode | None = None
-) -> None:
+async def run(config: ServeConfig, *, ready: Callable[[Server], None], decode: Decode | None = None) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves; for
     `decode` see `serving`.
 

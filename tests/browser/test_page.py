@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, expect
 from hicache.service.client import Prompt
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME
-from tests.browser.conftest import WAIT_MS, Looking
+from tests.browser.looking import WAIT_MS, Looking
 from tests.service.stored import NAMESPACE, PAGE, store
 from tests.service.test_deadlines import leave_the_host
 from tests.tools.served import COLD, WARM
@@ -220,6 +220,28 @@ def test_it_asks_nothing_while_it_is_hidden_or_paused(look: Look) -> None:
     page.locator("#pause").click()
     expect(page.locator("#state")).to_have_text("live")
     assert goes_on()
+
+
+def test_the_curves_tell_their_values_and_show_a_day(look: Look) -> None:
+    looking = look()
+    looking.open()
+    page = looking.page
+    chart, told = page.locator("#used svg"), page.locator("#used .readout")
+    expect(chart).to_have_attribute("aria-label", re.compile(r"^Occupancy: host \d+ %, NVMe \d+ %$"))
+    expect(page.locator("#used path.line.host")).to_be_visible()  # of two moments at least
+    chart.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(told).to_have_text(re.compile(r": host \d+ %, NVMe \d+ %$"))
+    page.keyboard.press("Escape")
+    expect(told).to_have_text("")
+    chart.hover()
+    expect(told).to_contain_text("NVMe")
+    with page.expect_response("**/data/now?span=day*") as response:
+        page.get_by_text("24 h").click()
+    assert response.value.ok
+    expect(page.locator("#used svg")).to_contain_text("The curves begin in a moment.")
+    page.get_by_text("15 min").click()
+    expect(page.locator("#used path.line.nvme")).to_be_visible()
 
 
 def test_without_the_token_it_is_asked_for(look: Look) -> None:
