@@ -42,7 +42,8 @@ faults: $(READY) ## run the tests that inject faults into files, devices and pro
 
 # Engines have an environment of their own: they pin what hicache leaves open.
 ENGINES := .venv-engines
-ENGINE_TESTS = HICACHE_ENGINES_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(PYTEST) tests/engines
+# Some start several engines one after the other, which takes longer than any other test may hang.
+ENGINE_TESTS = HICACHE_ENGINES_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(PYTEST) tests/engines -o faulthandler_timeout=960
 
 .PHONY: engines
 engines: $(READY) $(ENGINES)/.ready ## run the tests with real engines (some minutes to install them the first time)

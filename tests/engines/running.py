@@ -120,10 +120,11 @@ def engine(
             process.stdout.close()
 
 
-def conversation_prompts(num_prompts: int, seed: int) -> list[Tokens]:
-    """Prompts that share beginnings: some documents, some conversations over each, all of other lengths."""
+def conversation_prompts(num_prompts: int, seed: int, *, shortest: int = 200, longest: int = 700) -> list[Tokens]:
+    """Prompts that share beginnings: some documents, of `shortest` to `longest` tokens, some conversations over each,
+    all of other lengths."""
     rng = random.Random(seed)
-    documents = [_tokens(rng, rng.randrange(200, 700)) for _ in range(4)]
+    documents = [_tokens(rng, rng.randrange(shortest, longest)) for _ in range(4)]
     prompts: list[Tokens] = []
     while len(prompts) < num_prompts:
         if prompts and rng.random() < 0.4:
