@@ -202,7 +202,7 @@ def _dots(
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _add_up(context: Any, pairs: Any, output: Any) -> tuple[Any, Any]:
-    """Add up what `_dots` left of two tokens and, behind them, of the next two at `pairs`, to 16 numbers at `output`."""
+    """Add up what `_dots` left of two tokens and, behind them, of the next two at `pairs`: 16 numbers at `output`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
         pairs, output = arguments
