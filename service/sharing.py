@@ -111,7 +111,7 @@ class Sharing:
         self._pending = self._left_out = self._loaded = self._saved = 0
         self._closing_at = float("inf")
         self._link: Final = Link(
-            settings, name="transformers", staging_bytes=settings.staging_bytes, check=check_pages(layout)
+            settings, name="embedded", staging_bytes=settings.staging_bytes, check=check_pages(layout)
         )
         self._saver: Final = ThreadPoolExecutor(1, "hicache-save")
 

@@ -20,13 +20,18 @@ PROMPT: Final = "It was the best of times, it was the worst of times, it was the
 NEW: Final = 6
 
 
-def told(role: str, model: Path, socket_dir: Path) -> dict[str, Any]:
-    """What one of the two processes says."""
+def options(model: Path, socket_dir: Path) -> list[str]:
+    """Of both processes."""
+    return ["--model", str(model), "--socket-dir", str(socket_dir), "--memory", str(4 << 20),
+            "--max-new-tokens", str(NEW)]  # fmt: skip
+
+
+def prefilled_elsewhere(model: Path, socket_dir: Path) -> dict[str, Any]:
+    """What the first of two processes says."""
+    program = [sys.executable, "-m", "hicache.tools.examples.prefill_decode", "prefill", PROMPT]
     result = subprocess.run(
-        [sys.executable, "-m", "hicache.tools.examples.prefill_decode", role, PROMPT, "--model", str(model),
-         "--socket-dir", str(socket_dir), "--memory", str(4 << 20), "--max-new-tokens", str(NEW)],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        [*program, *options(model, socket_dir)], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
@@ -39,9 +44,10 @@ def test_one_process_decodes_what_another_one_prefilled(
     layout = layout_of(load_model(directory), page_size=PAGE_SIZE)
     server = ServerProcess(tmp_path, options_for(layout, tmp_path))
     try:
-        prefilled = told("prefill", directory, server.directory)
+        prefilled = prefilled_elsewhere(directory, server.directory)
         assert (prefilled["found_tokens"], prefilled["saved"]) == (0, True)
-        decoded = told("decode", directory, server.directory)
+        assert main(["decode", PROMPT, *options(directory, server.directory)]) == 0
+        decoded = json.loads(capsys.readouterr().out)
     finally:
         server.stop()
     num_tokens = prefilled["prompt_tokens"]
