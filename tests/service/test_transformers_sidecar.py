@@ -306,7 +306,7 @@ def test_pages_that_leave_before_they_are_saved_are_left_out(
 ) -> None:
     first, second = random_ids(20 * PAGE_SIZE), random_ids(30 * PAGE_SIZE, seed=2)
     may_save = threading.Event()
-    with connected(model, socket_dir, salt="leave", device_pages=6, host_pages=34) as (cache, engine, _):
+    with connected(model, socket_dir, salt="leave", device_pages=6, host_pages=34, policy="lru") as (cache, engine, _):
         before(monkeypatch, "reserve", lambda: assert_true(may_save.wait(WAIT_S)))
         for ids in (first, second):
             with engine.request(ids) as request:

@@ -309,7 +309,8 @@ def _lines(
         found = after["tokens_found"] - before["tokens_found"]
         asked = after["tokens_asked"] - before["tokens_asked"]
         for name, pages in after["pages"].items():
-            yield f"sidecar, {tier_name(name, 5).strip()}: {plural(pages, 'page')}, {before['pages'].get(name, 0):,} before"
+            had = before["pages"].get(name, 0)
+            yield f"sidecar, {tier_name(name, 5).strip()}: {plural(pages, 'page')}, {had:,} before"
         yield f"sidecar: {found:,} of {asked:,} tokens that it was asked for meanwhile were found"
     if pinned is not None:
         yield f"pinned: {plural(pinned['tokens'], 'token')}, all of {plural(pinned['prompts'], 'prompt')}"
