@@ -189,3 +189,32 @@ def test_slots_that_are_reused_late_rest_even_where_others_lie_between(capacity:
         assert all(turn - freed_at.get(slot, -capacity) >= len(rest) // 2 for slot in taken.tolist())
         held.append(taken)
         pool.check_integrity()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    capacity=st.integers(100, 300) | st.integers(4_500, 9_000),
+    share=st.sampled_from([0.02, 0.3, 0.9]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_slots_that_are_reused_late_are_the_next_free_ones(capacity: int, share: float, seed: int) -> None:
+    """Of the next four times as many free slots as are wanted, round and round behind the last one that was given, the
+    first run that is long enough; without one, the very next."""
+    rng = random.Random(seed)
+    pool = SlotPool(HOST, capacity, reuse_late=True)
+    pool.allocate(capacity)
+    free = set(rng.sample(range(capacity), max(1, int(share * capacity))))
+    pool.free(np.array(sorted(free), np.int32))
+    last = capacity - 1
+    for _ in range(30):
+        wanted = min(rng.choice([1, 2, 16, 100]), len(free))
+        ahead = sorted(free, key=lambda slot: (slot - last - 1) % capacity)[: 4 * wanted]
+        runs = (ahead[start : start + wanted] for start in range(len(ahead) - wanted + 1))
+        expected = next((run for run in runs if run[-1] - run[0] == wanted - 1 and run == sorted(run)), ahead[:wanted])
+        got = pool.allocate(wanted).tolist()
+        assert got == sorted(expected)
+        last = expected[-1]
+        free -= set(got)
+        back = [slot for slot in rng.sample(range(capacity), 50) if slot not in free]
+        pool.free(np.array(back, np.int32))
+        free |= set(back)
