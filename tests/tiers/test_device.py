@@ -469,6 +469,16 @@ def test_capacity_in_bytes_counts_whole_pages() -> None:
     run(main())
 
 
+def test_a_pool_begins_with_a_huge_page() -> None:
+    """A vector that is spread over two cache lines is loaded as two."""
+
+    async def main() -> None:
+        async with opened(small_layout(), 3) as tier:
+            assert tier.layer(0).data_ptr() % (2 << 20) == 0
+
+    run(main())
+
+
 def test_a_budget_below_one_page_is_refused() -> None:
     with pytest.raises(BadRequest, match="capacity_bytes: 1000 is below one page, which takes 1536 bytes"):
         DeviceTier(small_layout(), capacity_bytes=1_000)
