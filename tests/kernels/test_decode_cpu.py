@@ -112,6 +112,41 @@ def test_damage_stays_visible(dtype: torch.dtype) -> None:
         assert not output[0, 2:, 7].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 1), (3, 2), (5, 3), (300, 3), (301, 5)])
+def test_heads_may_come_before_tokens(dtype: torch.dtype, num_tokens: int, num_heads: int) -> None:
+    """In pages, whose memory is then gone through head by head; and in the new token, whose key alone is spread out."""
+    num_pages = -(-num_tokens // 16)
+    by_head = tensor(Random(3), num_pages, 2, num_heads, 16, 64, dtype=dtype)
+    pages, query = by_head.transpose(2, 3), tensor(Random(1), 1, 2 * num_heads, 64, dtype=dtype)
+    key = tensor(Random(4), 1, num_heads, 2, 64, dtype=dtype)[:, :, 0]
+    value = tensor(Random(5), 1, num_heads, 64, dtype=dtype)
+    states = [
+        attend(query, [PagedPart(some, torch.arange(num_pages, dtype=torch.int32), num_tokens)], key=key, value=value,
+               scale=0.125, path=path)
+        for some, path in ((pages, None), (pages.contiguous(), None), (pages, launching.Path.TORCH))
+    ]  # fmt: skip
+    assert torch.equal(states[0].output, states[1].output)
+    assert torch.equal(states[0].lse, states[1].lse)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(states[0], states[2], rtol=tolerance, atol=tolerance)
+
+
+def test_a_thread_has_room_for_one_shape_after_the_other() -> None:
+    """It is kept: what the smaller one leaves, and what the larger one needs more, is not the other's."""
+    for num_kv_heads, head_dim in ((1, 16), (4, 128), (1, 16), (2, 64)):
+        context = scatter_context(
+            Random(2), 40, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.float32
+        )
+        query = tensor(Random(1), 1, 6 * num_kv_heads, head_dim, dtype=torch.float32)
+        none = torch.empty(0, num_kv_heads, head_dim)
+        states = [
+            attend(query, context.parts, key=none, value=none, scale=0.125, path=path)
+            for path in (None, launching.Path.TORCH)
+        ]
+        torch.testing.assert_close(states[0], states[1], rtol=1e-5, atol=1e-6)
+
+
 def test_a_page_far_away_is_addressed_in_64_bits() -> None:
     """4 GiB behind the first; the memory between is never touched."""
     far = (4 << 30) // (2 * 1 * 1 * 64 * 2) + 1
