@@ -18,11 +18,6 @@ class Pace:
         self._clock: Final = clock
         self._began = clock.monotonic()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `rest` would wait."""
-        return self._clock.monotonic() - self._began >= WORK_S
-
     async def rest(self) -> None:
         """Wait as long as the work since the last rest asks for; not at all while that was short."""
         worked = self._clock.monotonic() - self._began
