@@ -15,7 +15,7 @@ from hicache.service.server.intake import AT_ONCE
 from hicache.service.server.promises import Promises
 from hicache.service.server.staging import Staging
 from hicache.service.work import EngineWork
-from hicache.tier import Slots
+from hicache.tier import PageIdentity, Slots
 
 Tokens = npt.NDArray[np.int32]
 
@@ -65,6 +65,8 @@ class Reservation:
     tokens: Tokens
     """From the root to the end of the last page."""
     first_page: int
+    identities: list[PageIdentity]
+    """Of the pages from `first_page` on."""
     slots: Slots
     """In the host tier."""
     staging_slots: Slots

@@ -1,6 +1,7 @@
 """The write in two phases: `reserve` takes room and finds nothing wrong yet, `commit` copies and publishes.
 
-    reserve   the pages before the new ones are leased, arena and staging slots are taken; nothing can be found
+    reserve   the pages before the new ones are leased, arena and staging slots are taken, the new pages' identities are
+              hashed; nothing can be found
     (client)  writes its staging slots
     commit    threads copy staging to the arena and take checksums of the copy; then, in one step of the loop, the pages
               are published in the tree and the reservation ends
@@ -16,9 +17,8 @@ import asyncio
 import os
 import struct
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from crc32c import crc32c
 from hicache.cache import Cache
 from hicache.errors import BadRequest, DeadlineExceeded, HicacheError, NoRoom, TierUnavailable
 from hicache.lease import Lease
+from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.service.errors import Draining, reason_of
 from hicache.service.proto import hicache_pb2 as pb
@@ -66,18 +67,17 @@ class Stored:
 
 
 class _Copy(NamedTuple):
-    """What a thread found of a page that it copied."""
+    """A page that a thread has copied."""
 
+    slot: int
+    generation: int
+    """The slot's."""
+    sums: PageSums | None
+    """All checksums that travel with it; None where only its own was taken."""
     whole: int
     """Its own checksum."""
-    sums: PageSums | None
-    """All that travel with it; None where only its own was taken."""
     crc: int
     """Its CRC-32C, where the client has sent one; else 0."""
-
-
-_Page = tuple[int, int, PageIdentity, PageSums | None]
-"""What is declared of a copied page: its slot, that slot's generation, what it is, and its checksums."""
 
 
 class Storing:
@@ -200,11 +200,29 @@ class Storing:
         # A copy: `tokens` may be a view of the whole message.
         kept = tokens[: (first_page + len(slots)) * cache.layout.page_size].copy()
         namespace = session.registered(namespace_id).own
-        reservation = Reservation(namespace_id, namespace, kept, first_page, slots, staging_slots, lease)
+        reservation = Reservation(
+            namespace_id, namespace, kept, first_page, self._identities(namespace, kept, first_page, lease),
+            slots, staging_slots, lease,
+        )  # fmt: skip
         self._kept_bytes += kept.nbytes
         # Not when it ends: a promise behind the reply keeps it until the pages are durable.
         weakref.finalize(reservation, self._forget, kept.nbytes).atexit = False
         return reservation, reason
+
+    def _identities(
+        self, namespace: Namespace, tokens: Tokens, first_page: int, lease: Lease
+    ) -> list[PageIdentity]:
+        """Those of new pages. They stay right, whatever becomes of the pages before: `_publish` looks at that."""
+        path = self.cache.path(lease)
+        chain = self.cache.tree.identities(path[-1])[-1].chain if path else namespace.digest
+        packed = tokens.astype("<i4").tobytes()
+        page_bytes = 4 * self.cache.layout.page_size
+        identities = []
+        for start in range(first_page * page_bytes, len(packed), page_bytes):
+            page = packed[start : start + page_bytes]
+            identities.append(PageIdentity(namespace.digest, chain, page))
+            chain = chain_digest(chain, page)
+        return identities
 
     def _forget(self, num_bytes: int) -> None:
         self._kept_bytes -= num_bytes
@@ -251,13 +269,13 @@ class Storing:
         stored = Stored(None, 0, pb.REASON_CLOSED)
         try:
             try:
-                reason, pages = await self._copy(session, reservation, checksums)
+                reason, copies = await self._copy(session, reservation, checksums)
             except BaseException:
                 self.cache.free({HOST: reservation.slots})
                 raise
             stored = Stored(None, 0, reason)
             if reason == pb.REASON_NONE:
-                stored = self._publish(reservation, pages)
+                stored = self._publish(reservation, copies)
             else:
                 self.cache.free({HOST: reservation.slots})
         finally:
@@ -267,72 +285,51 @@ class Storing:
 
     async def _copy(
         self, session: Session, reservation: Reservation, checksums: bytes
-    ) -> "tuple[pb.Reason, list[_Page]]":
-        """Copy the staging slots to the arena in threads, and compare checksums where some were sent; what is to be
-        declared of the copies."""
+    ) -> "tuple[pb.Reason, list[_Copy]]":
+        """Copy the staging slots to the arena in threads, and compare checksums where some were sent; the copies."""
         staging = session.staging
         if staging is None or session.ended.is_set():
             return pb.REASON_UNKNOWN_SESSION, []
-        page_bytes, slots = self.cache.layout.page_bytes, reservation.slots.tolist()
-        pages = [
-            (staging.view(source, page_bytes), slot)
-            for source, slot in zip(reservation.staging_slots.tolist(), slots, strict=True)
-        ]
+        page_bytes, num_pages = self.cache.layout.page_bytes, len(reservation.slots)
+        todo = enumerate(zip(reservation.staging_slots.tolist(), reservation.slots.tolist(), strict=True))
+        copies: dict[int, _Copy] = {}
+
+        def copy_some() -> None:
+            # Each thread takes the next page that none has: that is one step under the interpreter's lock.
+            for index, (source, slot) in todo:
+                with staging.view(source, page_bytes) as page:
+                    copies[index] = self._copied(page, slot, bool(checksums))
+
         # One hand-off a thread: between two of them the loop would have to run.
-        num_parts = min(self._num_threads, len(pages), max(1, len(pages) * page_bytes // CHUNK_BYTES))
-        borders = [len(pages) * part // num_parts for part in range(num_parts + 1)]
+        num_parts = min(self._num_threads, num_pages, max(1, num_pages * page_bytes // CHUNK_BYTES))
         staging.hold()
         try:
             loop = asyncio.get_running_loop()
-            parts = [
-                loop.run_in_executor(self._threads, self._copy_part, pages[start:end], bool(checksums))
-                for start, end in pairwise(borders)
-            ]
-            try:
-                identities = self._identities(reservation)  # while the threads copy
-            finally:
-                await _ended(parts)
-            copied = [each for part in parts for each in part.result()]
+            parts = [loop.run_in_executor(self._threads, copy_some) for _ in range(num_parts)]
+            await _ended(parts)
+            for part in parts:
+                part.result()
         finally:
-            for source, _ in pages:
-                source.release()
             staging.let_go()
-        if checksums and list(struct.unpack(f"<{len(slots)}I", checksums)) != [each.crc for each in copied]:
+        copied = [copies[index] for index in range(num_pages)]
+        if checksums and list(struct.unpack(f"<{num_pages}I", checksums)) != [each.crc for each in copied]:
             return pb.REASON_CORRUPT_PAGE, []
         self._sums[reservation.slots] = [each.whole for each in copied]
-        generations = [self._host.generation(slot) for slot in slots]
-        self._sum_generations[reservation.slots] = generations
-        return pb.REASON_NONE, list(zip(slots, generations, identities, [each.sums for each in copied], strict=True))
+        self._sum_generations[reservation.slots] = [each.generation for each in copied]
+        return pb.REASON_NONE, copied
 
-    def _identities(self, reservation: Reservation) -> list[PageIdentity]:
-        """Those of the new pages. They stay right, whatever becomes of the pages before: `_publish` looks at that."""
-        path = self.cache.path(reservation.lease)
-        digest = reservation.namespace.digest
-        chain = self.cache.tree.identities(path[-1])[-1].chain if path else digest
-        packed = reservation.tokens.astype("<i4").tobytes()
-        page_bytes = 4 * self.cache.layout.page_size
-        identities = []
-        for start in range(reservation.first_page * page_bytes, len(packed), page_bytes):
-            tokens = packed[start : start + page_bytes]
-            identities.append(PageIdentity(digest, chain, tokens))
-            chain = chain_digest(chain, tokens)
-        return identities
+    def _copied(self, source: memoryview, slot: int, has_crc: bool) -> _Copy:
+        """Copy a page to its slot, and take the checksums of the copy while it is in the processor's cache."""
+        page, sums = self._host.view(slot), None
+        if self._host.num_sums:
+            np.copyto(np.frombuffer(page, np.uint8), np.frombuffer(source, np.uint8))
+            sums = self._host.take_sums(slot)
+            whole = whole_sum(sums)
+        else:
+            whole = _copied_and_summed(source, page)
+        return _Copy(slot, self._host.generation(slot), sums, whole, checksum(page) if has_crc else 0)
 
-    def _copy_part(self, pages: Sequence[tuple[memoryview, int]], has_crc: bool) -> list[_Copy]:
-        """Copy pages to their slots, and take the checksums of each copy while it is in the processor's cache."""
-        copied = []
-        for source, slot in pages:
-            page, sums = self._host.view(slot), None
-            if self._host.num_sums:
-                np.copyto(np.frombuffer(page, np.uint8), np.frombuffer(source, np.uint8))
-                sums = self._host.take_sums(slot)
-                whole = whole_sum(sums)
-            else:
-                whole = _copied_and_summed(source, page)
-            copied.append(_Copy(whole, sums, checksum(page) if has_crc else 0))
-        return copied
-
-    def _publish(self, reservation: Reservation, pages: "Iterable[_Page]") -> Stored:
+    def _publish(self, reservation: Reservation, copies: Iterable[_Copy]) -> Stored:
         """Put copied pages into the tree, all at once."""
         cache, tree, slots, first_page = self.cache, self.cache.tree, reservation.slots, reservation.first_page
         path = cache.path(reservation.lease)
@@ -349,8 +346,8 @@ class Storing:
             cache.counters.pages_refused += len(slots)
             cache.free({HOST: slots})
             return Stored(None, 0, pb.REASON_NO_ROOM)
-        for slot, generation, identity, sums in pages:
-            self._host.declare(slot, generation, identity, sums)
+        for copy, identity in zip(copies, reservation.identities, strict=True):
+            self._host.declare(copy.slot, copy.generation, identity, copy.sums)
         cache.counters.metadata_dropped_pages += inserted.num_dropped
         cache.counters.pages_published += len(slots) - len(inserted.duplicates)
         cache.counters.pages_duplicate += len(inserted.duplicates)
@@ -386,7 +383,7 @@ class Storing:
             return  # the cache closes; the promise is settled as lost
 
 
-async def _ended(parts: Iterable["asyncio.Future[list[_Copy]]"]) -> None:
+async def _ended(parts: Iterable["asyncio.Future[None]"]) -> None:
     """Wait until every thread has ended its part, even when cancelled: until then the memory is in use."""
     cancelled: asyncio.CancelledError | None = None
     waiting = set(parts)

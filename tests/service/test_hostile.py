@@ -33,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
     with thread_server(tmp_path_factory.mktemp("server"), limits__max_tokens=4096) as running:
         with connect(running.directory) as client:
             store(client, range(16 * PAGE))
+        running.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
         yield running
 
 
