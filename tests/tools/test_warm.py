@@ -33,7 +33,7 @@ class Engine:
         self.says_cached = True
         self._seen: set[str] = set()
         handler = type("Handler", (_Handler,), {"engine": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = _Server(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), name="test-engine")
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -60,6 +60,11 @@ class Engine:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Nothing: whoever asked did not wait for the answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
