@@ -15,6 +15,8 @@ import grpc.aio
 
 from hicache.service.config import ServeConfig
 from hicache.service.server.process import Server, serving
+from hicache.tier import TierId
+from hicache.tiers.memory import started_executor
 from tests.repository import ROOT
 from tests.service.stored import LAYOUT, PAGE
 
@@ -44,6 +46,10 @@ def settings(directory: Path, *, host_pages: int = 64, **more: object) -> dict[s
     return tree
 
 
+NUM_THREADS: Final = 4
+"""Threads of a server's default executor."""
+
+
 class ThreadServer:
     """A server on a loop in a thread of this process, so that a test can look inside it."""
 
@@ -68,6 +74,8 @@ class ThreadServer:
             self._started.set()
 
     async def _serve(self) -> None:
+        # All its threads begin now: none is left behind by the test in which it happens to begin.
+        asyncio.get_running_loop().set_default_executor(started_executor(TierId("test-server"), NUM_THREADS))
         async with serving(self.config) as server:
             self.server, self._loop = server, asyncio.get_running_loop()
             self._started.set()
