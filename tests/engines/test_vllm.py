@@ -217,21 +217,6 @@ def test_a_sidecar_that_stands_still_is_not_waited_for(
         assert max(stopped.seconds) < 1.0 + max(plain.seconds) + 2.0
 
 
-def test_other_weights_under_the_same_name_are_another_model(
-    prompts: list[Tokens], sidecar: ServerProcess, tmp_path: Path
-) -> None:
-    directory = tmp_path / "model"
-    answers = []
-    for seed in (3, 4):
-        make_tiny(directory, seed=seed)
-        for config in (None, settings(sidecar)):
-            with engine(directory, tmp_path, config, **OWN_CACHE_OFF) as running:
-                answers.append(running.ask(prompts[:3]))
-    first, first_cached, second, second_cached = answers
-    assert first.tokens == first_cached.tokens != second.tokens == second_cached.tokens
-    assert second.scheduled[0] == second_cached.scheduled[0]
-
-
 @pytest.mark.parametrize(
     ("change", "line"),
     [
