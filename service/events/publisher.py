@@ -2,9 +2,10 @@
 
 Sequences are without gaps, from 0 with the start of the server, whose first event says that nothing told before holds.
 A listener that finds a gap, since it was slow or came late, asks the replay endpoint with the sequence that it wants to
-go on from, as 8 bytes behind an empty frame. It is sent each message since then as [empty, sequence, batch], and at
-last the sequence -1. What is kept for that is bounded (`KEPT_BATCHES`, `KEPT_BYTES`): who was away for longer is sent
-what there is, sees from its first sequence that something is missing, and starts with an empty index.
+go on from, as 8 bytes behind an empty frame. It is sent each message since then as [empty, topic, sequence, batch], and
+at last the sequence -1: the form of vLLM 0.32, which says the topic here too. What is kept for that is bounded
+(`KEPT_BATCHES`, `KEPT_BYTES`): who was away for longer is sent what there is, sees from its first sequence that
+something is missing, and starts with an empty index.
 """
 
 import asyncio
@@ -124,5 +125,5 @@ class Publisher:
             first = int.from_bytes(frames[2], "big")
             for sequence, payload in list(self._kept):
                 if sequence >= first:
-                    await replay.send_multipart([frames[0], b"", sequence_bytes(sequence), payload])
-            await replay.send_multipart([frames[0], b"", END, b""])
+                    await replay.send_multipart([frames[0], b"", TOPIC, sequence_bytes(sequence), payload])
+            await replay.send_multipart([frames[0], b"", b"", END, b""])

@@ -51,8 +51,8 @@ def replayed(endpoint: str, first: int) -> list[tuple[int, list[dict[str, Any]]]
     with connected(zmq.DEALER, endpoint) as connection:
         connection.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
-            empty, sequence, payload = connection.recv_multipart()
-            assert empty == b""
+            empty, topic, sequence, payload = connection.recv_multipart()
+            assert empty == topic == b""
             if int.from_bytes(sequence, "big", signed=True) == -1:
                 return messages
             messages.append((int.from_bytes(sequence, "big"), events_of(payload)))
