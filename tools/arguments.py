@@ -14,6 +14,13 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def utf8(text: str) -> str:
+    """Text that is sent on. Bytes of a terminal that are no UTF-8 cannot be."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8")
+    return text
+
+
 def byte_size(text: str) -> int:
     """A size such as 4096, 64MiB or 1.5GB."""
     try:

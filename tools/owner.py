@@ -208,6 +208,10 @@ def _check_socket(directory: Path, path: Path) -> None:
     """Raise `CommandFailed` unless somebody listens at a socket; gRPC would say less, and later."""
     shown = printable(os.fspath(directory))
     try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:  # gRPC knows no other names
+        raise CommandFailed(f"the server at {shown} cannot be asked: its path is not UTF-8") from None
+    try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise CommandFailed(f"{printable(os.fspath(path))} is no socket")
         with socket.socket(socket.AF_UNIX) as probe:

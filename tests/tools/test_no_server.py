@@ -80,6 +80,9 @@ def test_what_is_no_socket_or_too_long_a_name(directory: Path, capsys: pytest.Ca
         left.bind(str(directory / "s"))
     (deep / wire.ADMIN_SOCKET).symlink_to(directory / "s")
     assert complaints(deep, capsys) == {"the server at DIR cannot be asked: AF_UNIX path too long"}
+    foreign = directory / "\udcff"
+    complaint = f"the server at {directory}/\\udcff cannot be asked: its path is not UTF-8"
+    assert {each.replace("DIR", str(directory)) for each in complaints(foreign, capsys)} == {complaint}
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What the commands say of a server whose cache is known, and do to it."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -203,11 +204,16 @@ def test_two_namespaces_have_to_be_told_apart(known: Known) -> None:
         (["explain", "1,2147483648"], "TOKENS: '2147483648' is no token id from 0 to 2,147,483,647"),
         (["explain", ","], "TOKENS: there are none"),
         (["unpin", "1", "--namespace", "xyz"], "--namespace: 'xyz' is no beginning of a digest"),
+        (["explain", "--prompt", "\udcff", "--tokenizer", "d"],
+         "argument --prompt: '\\udcff' is not UTF-8 (see hicache explain --help)"),
+        (["flush", "--tenant", "a\udcff"],
+         "argument --tenant: 'a\\udcff' is not UTF-8 (see hicache flush --help)"),
+        (["stats", "--socket-dir", ""], "argument --socket-dir: the name is empty (see hicache stats --help)"),
         (["evict", "--tier", "host"], "one of the arguments --pages --bytes is required (see hicache evict --help)"),
         (["flush"], "one of the arguments --all --tenant is required (see hicache flush --help)"),
         (["stats", "file", "--socket-dir", "d"], "name a snapshot file or a server, not both"),
     ],
-    ids=lambda value: " ".join(value).replace("\x1b", "") if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value).replace("\x1b", "").replace("\udcff", "") if isinstance(value, list) else "",
 )
 def test_bad_usage_is_told_before_a_server_is_looked_for(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
@@ -237,3 +243,8 @@ def test_asking_a_server_loads_neither_numpy_nor_rich(known: Known) -> None:
         [sys.executable, "-c", program, server.directory], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_standard_input_that_is_no_text(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff 1"), "utf-8"))
+    assert known[2]("explain", "-") == (2, "", "hicache explain: TOKENS: standard input is no text\n")

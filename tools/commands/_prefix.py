@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache.tools.arguments import utf8
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.owner import Owner
 from hicache.tools.terminal import printable
@@ -28,7 +29,7 @@ keeps only one.
 def add_prefix(parser: argparse.ArgumentParser) -> None:
     """Add the ways of naming a prefix."""
     parser.add_argument("tokens", nargs="*", metavar="TOKENS", help="token ids of the prefix")
-    parser.add_argument("--prompt", metavar="TEXT", help="the prefix as text; needs --tokenizer")
+    parser.add_argument("--prompt", type=utf8, metavar="TEXT", help="the prefix as text; needs --tokenizer")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="the directory of a tokenizer.json")
     parser.add_argument("--namespace", metavar="HEX", help="the beginning of the namespace's digest")
 
@@ -42,7 +43,10 @@ def tokens_of(args: argparse.Namespace) -> list[int]:
             raise UsageProblem("--prompt needs --tokenizer DIR")
         ids: list[int] = opened(args.tokenizer).encode(args.prompt).ids
         return ids
-    text = sys.stdin.read(12 * MAX_TOKENS) if args.tokens == ["-"] else " ".join(args.tokens)
+    try:
+        text = sys.stdin.read(12 * MAX_TOKENS) if args.tokens == ["-"] else " ".join(args.tokens)
+    except UnicodeDecodeError:
+        raise UsageProblem("TOKENS: standard input is no text") from None
     words = text.replace(",", " ").split()
     if not words:
         raise UsageProblem("TOKENS: there are none")

@@ -4,9 +4,9 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
+from hicache.tools.arguments import path
 from hicache.tools.exits import Exit
 
 EXITS: Final = "exit status: 0 done; 1 it was not, or no server answers; 2 bad usage"
@@ -14,7 +14,7 @@ EXITS: Final = "exit status: 0 done; 1 it was not, or no server answers; 2 bad u
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the server's directory and `--json`."""
-    parser.add_argument("--socket-dir", type=Path, metavar="DIR",
+    parser.add_argument("--socket-dir", type=path, metavar="DIR",
                         help="where the server's sockets are (default: as for hicache serve)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

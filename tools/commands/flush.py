@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from hicache.tools.arguments import utf8
 from hicache.tools.commands import _server
 from hicache.tools.commands._server import Outcome
 from hicache.tools.owner import Owner, reached
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _name(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the name is empty; --all is everybody")
-    return text
+    return utf8(text)
 
 
 def run(args: argparse.Namespace) -> int:
