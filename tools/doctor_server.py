@@ -126,7 +126,8 @@ def _sockets(directory: Path) -> Check:
         return Check(Verdict.FAIL, "sockets", f"others may enter {name} (mode {mode:04o})", f"chmod 700 {name}")
     if status.st_uid != os.geteuid():
         return Check(Verdict.WARN, "sockets", f"{name} is user {status.st_uid}'s", "run this as the server's user")
-    return Check(Verdict.OK, "sockets", f"{name} is this user's alone (mode {mode:04o})")
+    who = "this user's alone" if not mode & 0o010 else f"this user's, and group {status.st_gid} may connect"
+    return Check(Verdict.OK, "sockets", f"{name} is {who} (mode {mode:04o})")
 
 
 def _server(stats: dict[str, Any]) -> Check:

@@ -20,6 +20,9 @@ def test_a_server_that_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str
         shell = Shell(server.directory, capsys)
         text = shell.text("doctor")
         content = shell.json("doctor")
+        server.directory.chmod(0o710)  # as `socket_group` makes it
+        shared = f" ok sockets DIR is this user's, and group {server.directory.stat().st_gid} may connect (mode 0710)"
+        assert shared in shell.text("doctor")
     assert text.startswith("DIR\n ok packages hicache ")
     assert " ok sockets DIR is this user's alone (mode 0700)\n" in text
     assert content["healthy"]
