@@ -2,14 +2,16 @@
 
 It reads one line of JSON, {"model": directory, "sidecars": {name: socket directory}}, and answers with one,
 {name: {"lax": tried, "strict": tried}}, where tried is {"raised": text or null, "lines": [...], "matched": [...] or
-null}: what was raised when the scheduler's and then the worker's side of the connector were made, what was logged as a
-warning, and what the scheduler's side had to say of a request. The interpreter of the engines' environment runs it.
+null, "freed": bool}: what was raised when the scheduler's and then the worker's side of the connector were made, what
+was logged as a warning, what the scheduler's side had to say of a request, and whether the worker's side lets go of
+blocks that it was to save. The interpreter of the engines' environment runs it.
 """
 
 import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,9 @@ from unittest.mock import patch
 
 import torch
 
+from hicache.layout import KVDtype, KVLayout
+from hicache.namespace import Namespace
+from hicache.service.engines.vllm.plan import Plan, Save
 from hicache.tools.bench.engine_process import BLOCK, ENVIRONMENT
 
 NUM_BLOCKS = 8
@@ -115,7 +120,7 @@ def tried(case: Case, model: str, sockets: str, *, strict: bool) -> dict[str, An
     case.change(vllm_config)
     lines = Lines()
     loggers = [logging.getLogger(name) for name in ("vllm.hicache", "hicache")]
-    answer: dict[str, Any] = {"raised": None, "matched": None, "lines": lines.lines}
+    answer: dict[str, Any] = {"raised": None, "matched": None, "freed": False, "lines": lines.lines}
     with ExitStack() as stack:
         for each in loggers:
             each.addHandler(lines)
@@ -133,9 +138,26 @@ def tried(case: Case, model: str, sockets: str, *, strict: bool) -> dict[str, An
                 request_id="a", num_tokens=100, all_token_ids=list(range(100)), cache_salt=None, lora_request=None
             )
             answer["matched"] = scheduler.get_num_new_matched_tokens(request, 0)
+            answer["freed"] = freed(worker)
         except Exception as error:
             answer["raised"] = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return answer
+
+
+def freed(worker: Any) -> bool:
+    """Whether blocks are given back that were to be saved: vLLM keeps those of a finished request until it is told."""
+    from hicache.service.engines.vllm.connector import StepPlan
+
+    layout = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype=KVDtype.FLOAT32, page_size=BLOCK)
+    save = Save("a", Namespace(model="any", layout=layout), bytes(4 * BLOCK), 0, ((1,),))
+    worker.bind_connector_metadata(StepPlan(Plan(saves=[save])))
+    worker.wait_for_save()
+    deadline, finished = time.monotonic() + 10.0, {"a"}
+    while time.monotonic() < deadline:
+        if worker.get_transfer_results(finished).finished_sending:
+            return True
+        finished = set()
+    return False
 
 
 def main() -> None:

@@ -64,6 +64,8 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._announcements: Announcements | None = None
         self._unserved: list[Load] = []
         """Loads for a worker that has no cache."""
+        self._unsaved: set[str] = set()
+        """Requests that such a worker was to save: vLLM keeps their blocks until it says that they are read."""
         try:
             check_version(vllm.__version__)
             check_parallel(vllm_config.parallel_config)
@@ -231,8 +233,12 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def wait_for_save(self) -> None:
         """Begin this step's saves. Nothing is waited for: blocks stay until they are saved."""
+        plan = self._get_connector_metadata().plan
         if self._transfers is not None:
-            self._transfers.begin_saves(self._get_connector_metadata().plan)
+            self._transfers.begin_saves(plan)
+        else:
+            self._unsaved.update(save.request_id for save in plan.saves)
+            self._unsaved.difference_update(plan.unreported)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended since the last step."""
@@ -242,8 +248,10 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         else:
             names = {load.request_id for load in self._unserved}
             blocks = {block for load in self._unserved for block in load.blocks[0]}
-            results = Results(loaded=names, failed=set(names), failed_blocks=blocks)
+            saved = self._unsaved & finished_req_ids
+            results = Results(saved=saved, loaded=names, failed=set(names), failed_blocks=blocks)
             self._unserved.clear()
+            self._unsaved -= saved
         # vLLM takes blocks back one by one where it has one group, and whole requests where it has several. Where a
         # window has been skipped, what is in front of the failed block is not enough to go on from either.
         has_window = self._groups is not None and self._groups.has_window
