@@ -54,11 +54,11 @@ def model_directory(name: str, revision: str | None, cache_dir: str | None) -> s
     if os.path.exists(name):
         return name
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return str(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise BadRequest("weights", f"the files of {name} were not found; name them with `weights`") from error
 
 

@@ -22,7 +22,7 @@ from hicache.service.engines.vllm.plan import Plan
 from hicache.service.engines.vllm.scheduling import Scheduling
 from hicache.service.engines.vllm.settings import Settings
 from hicache.service.engines.vllm.transfers import Transfers
-from hicache.service.engines.weights import files_digest
+from hicache.service.engines.weights import files_digest, model_directory
 from hicache.service.errors import LayoutMismatch
 from tests.service.serving import ThreadServer, thread_server
 
@@ -123,9 +123,9 @@ def engine_config(**change: Any) -> SimpleNamespace:
     model = {"hf_text_config": SimpleNamespace(to_dict=lambda: text), "quantization": None, "dtype": "float32"}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**model, **change.pop("model", {})}),
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        load_config=SimpleNamespace(load_format=change.pop("load_format", "auto"), download_dir=None),
         parallel_config=SimpleNamespace(tensor_parallel_size=change.pop("ranks", 1)),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False),
         attention_config=SimpleNamespace(backend=change.pop("backend", None)),
     )
 
@@ -157,8 +157,12 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         assert namespace is not None
         return namespace.digest
 
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
-    lora = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=False)
+    for number, alpha in enumerate((16, 32)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "adapter_model.safetensors").write_bytes(b"1")
+        (tmp_path / str(number) / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+    lora = SimpleNamespace(lora_path=str(tmp_path / "0"), lora_int_id=1, load_inplace=False)
+    scaled = SimpleNamespace(lora_path=str(tmp_path / "1"), lora_int_id=2, load_inplace=False)
     names = [
         name(),
         name(version="0.32.1"),
@@ -170,10 +174,11 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         name(engine_config(text={"rope_parameters": {"rope_theta": 500_000.0}})),
         name(engine_config(model={"quantization": "fp8"})),
         name(asked=request(cache_salt="s")),
-        name(asked=request(mm_features=[picture("x", 3)])),
-        name(asked=request(mm_features=[picture("x", 4)])),
-        name(asked=request(mm_features=[picture("y", 3)])),
+        name(asked=request(mm_features=[picture("a" * 64, 3)])),
+        name(asked=request(mm_features=[picture("a" * 64, 4)])),
+        name(asked=request(mm_features=[picture("b" * 64, 3)])),
         name(asked=request(lora_request=lora)),
+        name(asked=request(lora_request=scaled)),
     ]
     assert len(set(names)) == len(names)
     assert name() == names[0]
@@ -185,9 +190,28 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
     for unknown in (
         request(prompt_embeds=object()),
         request(lora_request=SimpleNamespace(lora_path=str(tmp_path / "none"), lora_int_id=2, load_inplace=False)),
-        request(lora_request=SimpleNamespace(lora_path=str(tmp_path), lora_int_id=3, load_inplace=True)),
+        request(lora_request=SimpleNamespace(lora_path=str(tmp_path / "0"), lora_int_id=3, load_inplace=True)),
+        request(mm_features=[picture("a client's own name", 3)]),
+        request(resumable=True),
     ):
         assert identity.of_request(unknown) is None
+    # Where vLLM keeps nothing itself, it counts pictures, and the next process counts others.
+    counting = engine_config(model={"multimodal_config": SimpleNamespace(mm_processor_cache_gb=0)})
+    identity = Identity.of(counting, GROUPS, b"f" * 32, "w")
+    assert identity.of_request(request(mm_features=[picture("a" * 64, 3)])) is None
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "somebody's own"])
+def test_weights_from_elsewhere_have_to_be_named(load_format: str) -> None:
+    config = engine_config(load_format=load_format)
+    with pytest.raises(BadRequest, match="name them with the setting `weights`"):
+        Identity.of(config, GROUPS, b"f" * 32, "")
+    Identity.of(config, GROUPS, b"f" * 32, "w")
+
+
+def test_names_that_are_none_have_no_files() -> None:
+    with pytest.raises(BadRequest, match="name them with `weights`"):
+        model_directory("some/body:Q4/nowhere", None, None)
 
 
 def test_a_digest_is_of_what_files_hold(tmp_path: Path) -> None:
@@ -324,7 +348,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.ending: dict[str, Request] = {}
         self.finished: set[str] = set()
-        self.num_loaded = self.num_failed = 0
+        self.num_loaded = self.num_failed = self.num_saves = 0
 
     def close(self) -> None:
         self.transfers.close()
@@ -377,6 +401,7 @@ class Scheduler:
             ),
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (known[name].blocks,)),
         ))  # fmt: skip
+        self.num_saves += len(plan.saves)
         self.transfers.take_away(plan)
         for name, count in scheduled.items():
             each = known[name]
@@ -528,6 +553,40 @@ def test_a_request_that_ends_while_it_loads_is_heard_of_once(server: ThreadServe
             results = engine.transfers.results(finished, is_idle=True)
             heard += sorted(results.loaded)
             assert not results.saved
+    finally:
+        engine.close()
+
+
+def test_what_ran_at_a_reset_neither_loads_nor_saves_when_it_comes_back(server: ThreadServer) -> None:
+    engine = Scheduler(server.directory, 2)
+    try:
+        old = Request("old", list(range(200)))
+        assert engine.admit(old)
+        while old.num_computed < old.num_tokens:
+            engine.step()
+        num_saves = engine.num_saves
+        assert num_saves > 0
+        engine.settle()
+        # Weights are changed in place while it runs; then it has to make room, and is computed with the new ones.
+        engine.scheduling.reset()
+        engine.preempt(old)
+        assert engine.admit(old)
+        assert not old.is_waiting
+        while old.num_computed < old.num_tokens:
+            engine.step()
+        assert engine.num_saves == num_saves
+        engine.finish(old)
+        engine.settle()
+        # Who comes later has pages of its own, under other names.
+        new = Request("new", list(range(200)))
+        assert engine.admit(new)
+        assert not new.is_waiting
+        while new.num_computed < new.num_tokens:
+            engine.step()
+        assert engine.num_saves > num_saves
+        engine.finish(new)
+        engine.settle()
+        assert sorted(engine.free) == list(range(1, NUM_BLOCKS))
     finally:
         engine.close()
 

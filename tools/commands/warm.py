@@ -43,7 +43,8 @@ examples:
 
 The engine is asked for one token of each, through /v1/completions or /v1/chat/completions. With
 --sidecar the command tells what its tiers hold before and after. --pin keeps the prompts there
-until `hicache unpin`; it asks the engine which tokens they have (/tokenize: vLLM, SGLang).
+until `hicache unpin`; it asks the engine which tokens they have (/tokenize), and needs pages that
+are found by tokens, as vLLM's connector keeps them.
 
 exit status: 0 all were computed, and pinned if that was asked for; 1 some were not, or no engine
 answers; 2 bad usage, before anything was asked

@@ -10,8 +10,10 @@ Configurations are duck-typed, so that this is tested where there is no vLLM.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from hicache.errors import BadRequest
@@ -24,7 +26,14 @@ SUPPORTED: Final = ((0, 32),)
 """Releases of vLLM, as (major, minor), that this connector was run with."""
 KINDS: Final = ("FullAttentionSpec", "SlidingWindowSpec")
 """KV that is served: keys and values of every token, all of them or the last ones."""
+FROM_FILES: Final = (
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "sharded_state",
+    "runai_streamer", "runai_streamer_sharded",
+)  # fmt: skip
+"""Ways of loading that read the weights from the model's own directory."""
 _DTYPES: Final = {"float": "float32", "half": "float16"}
+_CONTENT_DIGEST: Final = re.compile("(.*:)?([0-9a-f]{64}|[0-9a-f]{128})")
+"""How vLLM calls a picture by what is in it. Names that a client gives it say nothing to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +164,10 @@ def model_digest(vllm_config: Any, weights: str) -> str:
     neither."""
     model = vllm_config.model_config
     if not weights:
-        if str(getattr(vllm_config.load_config, "load_format", "auto")) == "dummy":
-            raise BadRequest("weights", "are made up (load_format=dummy); name them with the setting `weights`")
+        loaded = str(getattr(vllm_config.load_config, "load_format", "auto"))
+        if loaded not in FROM_FILES:
+            what = "are made up" if loaded == "dummy" else "are not those of the model's files"
+            raise BadRequest("weights", f"{what} (load_format={loaded}); name them with the setting `weights`")
         weights = files_digest(local_directory(vllm_config))
     config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
     whole = hashlib.sha256(b"hicache-vllm\x01")
@@ -168,9 +179,10 @@ def model_digest(vllm_config: Any, weights: str) -> str:
 class Identity:
     """The namespaces of an engine's requests."""
 
-    def __init__(self, base: Namespace, adapter_digest: Callable[[str], str] = files_digest) -> None:
+    def __init__(self, base: Namespace, *, knows_pictures: bool = True) -> None:
+        """`knows_pictures`: whether the engine calls pictures by what is in them."""
         self._base: Final = base
-        self._adapter_digest: Final = adapter_digest
+        self._knows_pictures: Final = knows_pictures
         self._adapters: Final[dict[tuple[str, int], str]] = {}
         self._generation: Final = Generation()
 
@@ -184,7 +196,10 @@ class Identity:
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             salt=format_id,
         )
-        return cls(base)
+        # Without either cache vLLM only counts pictures, and another process counts others.
+        pictures = getattr(vllm_config.model_config, "multimodal_config", None)
+        is_counting = pictures is not None and not pictures.mm_processor_cache_gb
+        return cls(base, knows_pictures=not is_counting or vllm_config.cache_config.enable_prefix_caching)
 
     def forget(self) -> None:
         """The weights were changed in place, or somebody else says that nothing of before may be used: other
@@ -193,7 +208,8 @@ class Identity:
 
     def of_request(self, request: Any) -> Namespace | None:
         """The namespace of one request; None for one whose KV tokens do not tell, which is not cached."""
-        if getattr(request, "prompt_embeds", None) is not None:
+        # A prompt that is still growing may yet be given pictures.
+        if getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
             return None
         namespace = self._base
         lora = getattr(request, "lora_request", None)
@@ -210,6 +226,8 @@ class Identity:
         if self._generation.mark:
             extra.append(["process", *self._generation.mark])
         for feature in getattr(request, "mm_features", None) or ():
+            if not self._knows_pictures or not _CONTENT_DIGEST.fullmatch(feature.identifier):
+                return None
             position = feature.mm_position
             extra.append(["mm", feature.identifier, position.offset, position.length])
         if not extra:
@@ -222,8 +240,11 @@ class Identity:
         key = (lora.lora_path, lora.lora_int_id)
         if key not in self._adapters:
             try:
-                self._adapters[key] = self._adapter_digest(lora.lora_path)
-            except BadRequest:
+                # Its configuration scales its weights.
+                config = (Path(lora.lora_path) / "adapter_config.json").read_bytes()
+                digest = hashlib.sha256(files_digest(lora.lora_path).encode() + config)
+                self._adapters[key] = f"sha256:{digest.hexdigest()}"
+            except (BadRequest, OSError):
                 self._adapters[key] = ""
         return self._adapters[key]
 

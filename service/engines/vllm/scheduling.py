@@ -45,6 +45,8 @@ class Tracked:
     is_saving: bool = False
     """Whether a save was ever planned."""
     is_loading: bool = False
+    is_retired: bool = False
+    """It was begun with what `reset` has put out of use: it neither loads nor saves any more."""
 
 
 class Scheduling:
@@ -69,7 +71,7 @@ class Scheduling:
         """Tokens of whole blocks that can be loaded behind the first `num_computed`. At least one token is left to
         compute, as vLLM needs the logits of the last."""
         tracked = self._of(request)
-        if tracked is None or not tracked.loads_left:
+        if tracked is None or tracked.is_retired or not tracked.loads_left:
             return 0
         size = self._block_size
         first, most = num_computed // size, (int(request.num_tokens) - 1) // size
@@ -171,7 +173,7 @@ class Scheduling:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for name, num_scheduled in step.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
-            if tracked is None:
+            if tracked is None or tracked.is_retired:
                 continue
             # Of tokens that are only guessed, or not sampled yet, the KV may be overwritten.
             known = tracked.request.all_token_ids
@@ -253,9 +255,8 @@ class Scheduling:
         self._identity.forget()
         for tracked in self._tracked.values():
             if tracked is not None:
-                # What runs was begun with what is not to be used any more.
-                tracked.loads_left = 0
-                tracked.num_full = 1 << 62
+                # Also when it is preempted, and computed anew, later.
+                tracked.is_retired = True
 
 
 def _count_what_was_loaded(request: Any) -> None:
