@@ -215,6 +215,10 @@ class Structure:
         """Token ids from the root to the node's end, int32 `[num_tokens]`, read-only."""
         return np.frombuffer(b"".join(self._node_bytes(step) for step in self.path(node)), INT32)
 
+    def own_tokens_of(self, node: Node) -> npt.NDArray[np.int32]:
+        """Those of the node itself, without what leads to it; read-only. Takes no longer for a deeper one."""
+        return np.frombuffer(self._node_bytes(node), INT32)
+
     def _node_bytes(self, node: Node) -> bytes:
         rest = (node._num_pages - 1) * self._page_bytes
         return node._key + node._buffer[node._start : node._start + rest]

@@ -110,7 +110,7 @@ async def snapshot_of(cache: Cache) -> dict[str, Any]:
                 "tenant": info.tenant,
                 "first_token": info.first_page * layout.page_size,
                 "num_tokens": info.num_pages * layout.page_size,
-                "tokens": cache.tree.tokens_of(node)[info.first_page * layout.page_size :].tolist(),
+                "tokens": cache.tree.own_tokens_of(node).tolist(),
                 "bytes": info.num_pages * layout.page_bytes,
                 "residency": {
                     str(tier_id): state.name.lower()

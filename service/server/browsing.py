@@ -62,5 +62,4 @@ class Browsing:
         until = tree.retained_until(info.node)
         shown.retained_ms = max(0, int(1000 * (until - now))) if until is not None else 0
         if wants_tokens:
-            own = tree.tokens_of(info.node)[info.first_page * self._cache.layout.page_size :]
-            shown.tokens = own.astype("<i4").tobytes()
+            shown.tokens = tree.own_tokens_of(info.node).astype("<i4").tobytes()

@@ -179,13 +179,12 @@ class Keeper:
         records: list[bytes] = []
         numbers: dict[bytes, int] = {}
         nodes: list[KeptNode] = []
-        page_size = cache.layout.page_size
         for (info,) in cache.tree.walk(batch=1):
             node = info.node
             if info.namespace not in numbers:
                 numbers[info.namespace] = len(records)
                 records.append(node.record.encode())
-            tokens = cache.tree.tokens_of(node)[info.first_page * page_size :].astype("<i4").tobytes()
+            tokens = cache.tree.own_tokens_of(node).astype("<i4").tobytes()
             is_here = node.residency(HOST) is Residency.RESIDENT
             slots = node.slots(HOST).tobytes() if is_here else b""
             nodes.append(KeptNode(numbers[info.namespace], info.first_page, tokens, slots, b""))

@@ -517,7 +517,9 @@ def test_a_walk_goes_on_while_the_tree_changes() -> None:
         assert 1 <= len(batch) <= 10
         for info in batch:
             assert info.node.is_live
-            assert info.first_page == len(world.tree.tokens_of(info.node)) // 4 - info.num_pages
+            tokens = world.tree.tokens_of(info.node)
+            assert info.first_page == len(tokens) // 4 - info.num_pages
+            assert world.tree.own_tokens_of(info.node).tolist() == tokens[4 * info.first_page :].tolist()
         seen += [info.node for info in batch]
         for nodes, change in ((go, lambda node: world.tree.evict(node, HOST)), (cut, lambda n: world.tree.split(n, 1))):
             for _ in range(5):
