@@ -55,14 +55,15 @@ class Watch:
         self._owner: Final = owner
         self.stats = owner.stats
         self.prefixes: list[Prefix] = []
-        """All of the last walk that came to its end, in its order; a large tree takes several moments."""
+        """All of the last walk that came to its end, in its order; a large tree takes several moments, and until then
+        these are what the first one has met."""
         self.rates: dict[str, deque[float]] = {}
         """By "lane NAME" bytes a second, and by "tokens SOURCE" tokens a second, moment by moment."""
         self.hit_rates: Final[deque[float]] = deque(maxlen=MOMENTS)
         """Part of the tokens asked for that was found."""
         self._looked_at = now
         self._walk = owner.browse(tokens=True)
-        self._seen: list[Prefix] = []
+        self._seen = self.prefixes
         self._go_on()
 
     def look(self, now: float) -> None:

@@ -18,9 +18,11 @@ from time import monotonic
 import pytest
 
 from hicache.service.client import Prompt
+from hicache.tools import owner
 from hicache.tools.cli import main
 from hicache.tools.terminal import Style
 from hicache.tools.top_view import Choices, sparkline
+from hicache.tools.watching import Watch
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S
 from tests.service.stored import NAMESPACE
@@ -142,6 +144,18 @@ def test_the_json_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         check_schema("top", content)
         assert sorted(prefix["num_tokens"] for prefix in content["prefixes"]) == [32, 32, 48]
         assert content["hit_rate"] is None
+
+
+def test_a_tree_of_several_steps_is_shown_as_far_as_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "BROWSE_NODES", 1)
+    with known_server(tmp_path) as (server, _), owner.reached(server.directory) as asked:
+        watch, counts = Watch(asked, 0.0), list[int]()
+        for now in range(1, 8):
+            counts.append(len(watch.prefixes))
+            watch.look(float(now))
+    assert counts == [1, 2, 3, 3, 3, 3, 3]
 
 
 def test_without_a_terminal_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
