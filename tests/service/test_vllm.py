@@ -276,6 +276,19 @@ def test_blocks_come_back_as_they_were(kind: str) -> None:
         assert torch.equal(caches[name], want)
 
 
+def test_heads_may_lie_within_tokens() -> None:
+    # As vLLM shows its blocks on CUDA: [blocks, heads, tokens, content], laid out as [blocks, tokens, heads, content].
+    caches = {name: torch.randn(NUM_BLOCKS, BLOCK, 4, LAYER_BYTES // (16 * BLOCK)).transpose(1, 2) for name in "ab"}
+    blocks = Blocks(GROUPS, caches, NUM_BLOCKS)
+    want = {name: cache.clone() for name, cache in caches.items()}
+    page = memoryview(bytearray(blocks.page_bytes))
+    blocks.save(((9,),), 0, [page])
+    blocks.load(((11,),), 0, [page.toreadonly()])
+    for name in "ab":
+        want[name][11] = want[name][9]
+        assert torch.equal(caches[name], want[name])
+
+
 @pytest.mark.parametrize(
     "cache",
     [

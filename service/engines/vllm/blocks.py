@@ -188,11 +188,21 @@ def _rows(name: str, cache: Tensor, num_blocks: int, layer_bytes: int) -> Tensor
     smaller = cache.shape[0] // num_blocks
     inner = cache[0].numel() * cache.element_size()
     stride = cache.stride(0) * cache.element_size()
-    if not cache[0].is_contiguous() or inner * smaller != layer_bytes or (smaller > 1 and stride != inner):
+    if not _is_dense(cache[0]) or inner * smaller != layer_bytes or (smaller > 1 and stride != inner):
         raise BadRequest("kv_caches", f"{name}: its blocks are not {layer_bytes} bytes each, one after the other")
     start = cache.storage_offset() * cache.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
     return whole.as_strided((num_blocks, layer_bytes), (stride * smaller, 1), start)
+
+
+def _is_dense(block: Tensor) -> bool:
+    """Whether a block is one range of bytes, in whatever order its axes lie: heads within tokens, say, as on CUDA."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(block.stride(), block.shape) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _stack(rows: Sequence[Tensor]) -> Tensor | None:
