@@ -15,7 +15,7 @@ from hicache.tier import HOST
 from hicache.tools.cli import main
 from tests.repository import ROOT
 from tests.service.serving import ThreadServer
-from tests.service.stored import LAYOUT, NAMESPACE, PAGE
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, store
 from tests.service.test_deadlines import leave_the_host
 from tests.tools.served import COLD, WARM, Shell, known_server, words
 
@@ -137,10 +137,13 @@ def test_evict(known: Known) -> None:
 
 def test_what_cannot_be_evicted_is_told(known: Known) -> None:
     _, client, shell = known
+    store(client, range(5000, 5000 + PAGE))
     with client.acquire(Prompt(NAMESPACE, WARM)):
-        status, out, err = shell("evict", "--tier", "host", "--pages", "64")
-    assert (status, out.count("\n")) == (1, 1)
-    assert err.startswith("hicache evict: refused: host: ")
+        text = shell.text("evict", "--tier", "host", "--pages", "64", status=1)
+        done = shell.json("evict", "--tier", "host", "--pages", "64", status=1)["done"]
+    assert text.split("\n")[1].startswith("refused: host: ")
+    assert text.endswith("; 59 pages are free now\n"), "the one that nobody holds has left"
+    assert done == {"free_pages": 59}
 
 
 def test_flush(known: Known) -> None:

@@ -5,7 +5,7 @@ import argparse
 from hicache.tools.arguments import byte_size, integer
 from hicache.tools.commands import _server
 from hicache.tools.commands._server import Outcome
-from hicache.tools.exits import UsageProblem
+from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.owner import reached
 from hicache.tools.units import format_bytes, plural
 
@@ -52,7 +52,13 @@ def run(args: argparse.Namespace) -> int:
         plan = {"tier": args.tier, "pages": wanted, "free_pages": free, "leaving_pages": leaving}
 
         def evict() -> Outcome:
-            now_free = owner.evict(args.tier, wanted)
-            return Outcome({"free_pages": now_free}, f"{plural(now_free, 'page')} are free now", now_free >= wanted)
+            why = ""
+            try:
+                now_free = owner.evict(args.tier, wanted)
+            except CommandFailed as problem:  # some may have left before it came to that
+                why, now = f"{problem}; ", owner.inspect()["tiers"][args.tier]
+                now_free = now["capacity_pages"] - now["used_pages"]
+            told = f"{why}{plural(now_free, 'page')} are free now"
+            return Outcome({"free_pages": now_free}, told, not why and now_free >= wanted)
 
         return _server.act(args, "evict", plan, says, evict)
