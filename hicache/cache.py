@@ -325,10 +325,11 @@ class Cache(Promoting, Copying, Tending):
         self.free(removed.freed)
         return sum(node.num_pages for node in removed.held)
 
-    async def flush_in_steps(self, namespace: Namespace | None = None) -> int:
-        """`flush`, letting others run in between: what was there at the call has left, or is held, when it returns."""
+    async def flush_in_steps(self, namespace: Namespace | None = None, tenant: str | None = None) -> int:
+        """`flush`, or that of one tenant, letting others run in between: what was there at the call has left, or is
+        held, when it returns."""
         num_held = 0
-        for removed in self.tree.flush_in_steps(namespace, max_nodes=FLUSH_STEP_NODES):
+        for removed in self.tree.flush_in_steps(namespace, tenant, max_nodes=FLUSH_STEP_NODES):
             self.free(removed.freed)
             num_held += sum([node.num_pages for node in removed.held])
             await asyncio.sleep(0)

@@ -93,12 +93,7 @@ class AdminCalls:
 
     async def flush(self, call: Call, request: pb.FlushRequest) -> pb.FlushReply:
         """See the proto. Waits until it is durable, at most until the call's deadline."""
-        if request.tenant:
-            removed = self._cache.tree.flush(tenant=request.tenant)
-            self._cache.free(removed.freed)
-            num_held = sum([node.num_pages for node in removed.held])
-        else:
-            num_held = await self._cache.flush_in_steps()
+        num_held = await self._cache.flush_in_steps(tenant=request.tenant or None)
         return pb.FlushReply(num_held=num_held, is_durable=await self._cache.settle(deadline=call.deadline))
 
     async def verify(self, call: Call, request: pb.VerifyRequest) -> pb.VerifyReply:

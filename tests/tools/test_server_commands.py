@@ -160,6 +160,22 @@ def test_flush(known: Known) -> None:
     assert (status, err) == (1, "hicache explain: nothing is cached, of no namespace\n")
 
 
+def test_flush_of_one_tenant(known: Known) -> None:
+    server, _, shell = known
+    red = NAMESPACE.__class__(model="m", layout=LAYOUT, tenant="red")
+
+    def fill(inside: Server) -> None:
+        cache = inside.cache
+        slots = cache.tiers[HOST].allocate(2)
+        cache.tree.insert(red, range(2 * PAGE), tier=HOST, slots=slots, now=cache.clock.monotonic())
+
+    server.call(fill)
+    will = "forget 1 prefix with 2 pages (8.00 KiB) of tenant red; 0 of the pages are leased or pinned\n"
+    assert shell.text("flush", "--tenant", "red") == f"will {will}all is forgotten\n"
+    assert shell.json("stats")["num_prefixes"] == 3
+    assert server.call(lambda inside: inside.cache.tiers[HOST].num_free) == 61
+
+
 def test_verify(known: Known) -> None:
     server, _, shell = known
     assert shell.text("verify") == "7 copies read: all are whole\n"
