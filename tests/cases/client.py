@@ -44,10 +44,12 @@ class _Abandoned(Exception):
 
 
 def opened(directory: Path | None, *, device: int = 64, host: int = 64, nvme: int = 256, **options: Any) -> HiCache:
-    """A cache with so many pages in each tier; without a directory there is no S."""
+    """A cache with so many pages in each tier, out of which leaves what was used longest ago; without a directory there
+    is no S."""
     if directory is not None:
         options |= {"nvme_dir": directory, "nvme_bytes": BLOCK + nvme * SLOT_BYTES}
     page_bytes = LAYOUT.page_bytes
+    options = {"policy": "lru", **options}
     return HiCache.open(LAYOUT, device_bytes=device * page_bytes, host_bytes=host * page_bytes, **options)
 
 

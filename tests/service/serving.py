@@ -30,9 +30,11 @@ grpc.aio.init_grpc_aio()
 
 
 def settings(directory: Path, *, host_pages: int = 64, **more: object) -> dict[str, object]:
-    """A server's settings; `more` by key, with "__" for the dot."""
+    """A server's settings; `more` by key, with "__" for the dot. What was used longest ago leaves first, so that a test
+    can foresee it."""
     tree: dict[str, Any] = {
         "socket_dir": str(directory / "run"),
+        "policy": "lru",
         "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32", "page_size": PAGE},
         "host": {"bytes": host_pages * LAYOUT.page_bytes},
         "limits": {"staging_bytes": 16 * LAYOUT.page_bytes},

@@ -54,11 +54,7 @@ def walked(ask: Ask, max_nodes: int, **begin: Any) -> list[list[pb.BrowsedNode]]
 
 def test_a_pinned_prefix_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     tokens = list(range(4 * PAGE))
-    with (
-        thread_server(tmp_path, host_pages=16, policy="lru") as server,
-        connect(server.directory) as client,
-        owner(server) as ask,
-    ):
+    with thread_server(tmp_path, host_pages=16) as server, connect(server.directory) as client, owner(server) as ask:
         store(client, tokens)
         named = pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(tokens))
         assert ask("PinPrefix", named, pb.PinPrefixReply).num_tokens == 4 * PAGE

@@ -30,7 +30,7 @@ from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, sto
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
     """One server for the tests that leave nothing behind but cached pages; each uses token ids of its own."""
-    with thread_server(tmp_path_factory.mktemp("server"), policy="lru") as running:
+    with thread_server(tmp_path_factory.mktemp("server")) as running:
         # Threads of its pools begin with their first work, and are the server's.
         with connect(running.directory) as client:
             store(client, range(16 * PAGE))

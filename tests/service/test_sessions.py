@@ -289,10 +289,7 @@ with client.acquire(Prompt(NAMESPACE, range(4 * PAGE))) as again:
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_slow_reader_has_its_own_pages_or_is_told_that_they_are_gone(tmp_path: Path, is_stopped: bool) -> None:
     """C09, I25, I10: stopped beyond the lease time, its pages are given to others; slow within it, they stay."""
-    with (
-        thread_server(tmp_path, host_pages=16, times__lease_s=1.0, policy="lru") as server,
-        connect(server.directory) as client,
-    ):
+    with thread_server(tmp_path, host_pages=16, times__lease_s=1.0) as server, connect(server.directory) as client:
         store(client, range(4 * PAGE))
         process = subprocess.Popen(
             [sys.executable, "-c", READER, str(server.directory)],
