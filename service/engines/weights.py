@@ -11,14 +11,27 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hicache.errors import BadRequest
 
 WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 """Files that are taken for weights."""
+FROM_FILES: Final = frozenset({
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "sharded_state",
+    "presharded", "runai_streamer", "runai_streamer_sharded", "gguf", "bitsandbytes", "layered",
+})  # fmt: skip
+"""What engines call ways of loading that read the weights from the model's own directory."""
 _FORMAT: Final = b"hicache-weights\x01"
 _log = logging.getLogger(__name__)
+
+
+def check_load_format(config: Any) -> None:
+    """Refuse weights that are not those of the model's files, by an engine's `load_format`. Raises `BadRequest`."""
+    name = str(getattr(config, "load_format", "auto"))
+    if name not in FROM_FILES:
+        what = "are made up" if name == "dummy" else "are not those of the model's files"
+        raise BadRequest("weights", f"{what} (load_format={name}); name them with the setting `weights`")
 
 
 def files_digest(path: str | Path, *, remembered: Path | None = None) -> str:

@@ -111,6 +111,8 @@ def test_weights_are_named_or_their_files_are_digested(tmp_path: Path, monkeypat
         weights_of(None, "")
     with pytest.raises(BadRequest, match="weights: are made up"):
         weights_of(SimpleNamespace(model_path=str(model), load_format="dummy"), "")
+    with pytest.raises(BadRequest, match="weights: are not those of the model's files"):
+        weights_of(SimpleNamespace(model_path=str(model), load_format="remote_instance"), "")
 
 
 def test_everything_that_bytes_depend_on_keeps_them_apart() -> None:

@@ -84,3 +84,5 @@ def test_the_engine_behind_keys_is_known_or_refused() -> None:
     config.lora_config = object()
     with pytest.raises(BadRequest, match="enable_lora: keys have an adapter's name alone"):
         identity_of(config, {}, "0.32.0", "w")
+    with pytest.raises(BadRequest, match="mm_processor_cache_gb: 0 without prefix caching"):
+        identity(model={"multimodal_config": SimpleNamespace(mm_processor_cache_gb=0)})

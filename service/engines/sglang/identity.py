@@ -20,7 +20,7 @@ from hicache.namespace import Namespace
 from hicache.service.engines.generation import Generation
 from hicache.service.engines.objects import MIN_PAGE_SIZE, opaque_layout
 from hicache.service.engines.sglang.pools import Pool
-from hicache.service.engines.weights import files_digest, model_directory
+from hicache.service.engines.weights import check_load_format, files_digest, model_directory
 
 SUPPORTED: Final = ("0.5.23",)
 """Releases of SGLang that this backend was run with."""
@@ -70,8 +70,7 @@ def weights_of(arguments: Any, named: str) -> str:
         return json.dumps({"named": named})
     if arguments is None:
         raise BadRequest("weights", "SGLang has no server arguments here; name the weights with the setting `weights`")
-    if str(getattr(arguments, "load_format", "auto")) == "dummy":
-        raise BadRequest("weights", "are made up (load_format=dummy); name them with the setting `weights`")
+    check_load_format(arguments)
     directory = model_directory(
         str(arguments.model_path), getattr(arguments, "revision", None), getattr(arguments, "download_dir", None)
     )

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hicache.errors import BadRequest
 from hicache.namespace import Namespace
 from hicache.service.engines.objects import MIN_PAGE_SIZE, opaque_layout
-from hicache.service.engines.vllm.identity import engine_record, model_digest
+from hicache.service.engines.vllm.identity import counts_pictures, engine_record, model_digest
 
 MAX_PAGE_SIZE: Final = 256
 """Most tokens of a page of the sidecar; a chunk may have more."""
@@ -68,6 +68,8 @@ def identity_of(vllm_config: Any, machine: Mapping[str, str], version: str, weig
         raise BadRequest("prefix_caching_hash_algo", f"{algorithm} is not one of {', '.join(HASHES)}")
     if getattr(vllm_config, "lora_config", None) is not None:
         raise BadRequest("enable_lora", "keys have an adapter's name alone, which may carry other weights tomorrow")
+    if counts_pictures(vllm_config):
+        raise BadRequest("mm_processor_cache_gb", "0 without prefix caching leaves keys a picture's number alone")
     record = engine_record(vllm_config, machine, version)
     model = model_digest(vllm_config, weights)
     return hashlib.sha256(json.dumps([model, record], sort_keys=True).encode()).hexdigest()

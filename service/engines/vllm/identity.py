@@ -20,17 +20,12 @@ from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.service.engines.generation import Generation
-from hicache.service.engines.weights import files_digest, model_directory
+from hicache.service.engines.weights import check_load_format, files_digest, model_directory
 
 SUPPORTED: Final = ((0, 32),)
 """Releases of vLLM, as (major, minor), that this connector was run with."""
 KINDS: Final = ("FullAttentionSpec", "SlidingWindowSpec")
 """KV that is served: keys and values of every token, all of them or the last ones."""
-FROM_FILES: Final = (
-    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "sharded_state",
-    "runai_streamer", "runai_streamer_sharded",
-)  # fmt: skip
-"""Ways of loading that read the weights from the model's own directory."""
 _DTYPES: Final = {"float": "float32", "half": "float16"}
 _CONTENT_DIGEST: Final = re.compile("(.*:)?([0-9a-f]{64}|[0-9a-f]{128})")
 """How vLLM calls a picture by what is in it. Names that a client gives it say nothing to others."""
@@ -164,16 +159,21 @@ def model_digest(vllm_config: Any, weights: str) -> str:
     neither."""
     model = vllm_config.model_config
     if not weights:
-        loaded = str(getattr(vllm_config.load_config, "load_format", "auto"))
-        if loaded not in FROM_FILES:
-            what = "are made up" if loaded == "dummy" else "are not those of the model's files"
-            raise BadRequest("weights", f"{what} (load_format={loaded}); name them with the setting `weights`")
+        check_load_format(vllm_config.load_config)
         weights = files_digest(local_directory(vllm_config))
     config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
     whole = hashlib.sha256(b"hicache-vllm\x01")
     for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype)):
         whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     return f"sha256:{whole.hexdigest()}"
+
+
+def counts_pictures(vllm_config: Any) -> bool:
+    """Whether an engine has mere numbers for pictures, as vLLM does without both its caches; in another process these
+    are other pictures'."""
+    pictures = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_cache = pictures is None or pictures.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching
+    return not has_cache
 
 
 class Identity:
@@ -196,10 +196,7 @@ class Identity:
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             salt=format_id,
         )
-        # Without either cache vLLM only counts pictures, and another process counts others.
-        pictures = getattr(vllm_config.model_config, "multimodal_config", None)
-        is_counting = pictures is not None and not pictures.mm_processor_cache_gb
-        return cls(base, knows_pictures=not is_counting or vllm_config.cache_config.enable_prefix_caching)
+        return cls(base, knows_pictures=not counts_pictures(vllm_config))
 
     def forget(self) -> None:
         """The weights were changed in place, or somebody else says that nothing of before may be used: other
