@@ -20,8 +20,10 @@ def test_every_row_is_measured_and_nothing_stays(tmp_path: Path, monkeypatch: py
     assert main(["bench", "engine", *options]) == 0
     assert list(directory.iterdir()) == []
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
-    assert set(rows) == {"tiny_ttft_hit", "tiny_overhead_wall", "tiny_overhead_cpu", "tiny_overhead_sidecar"}
-    hit = rows["tiny_ttft_hit"]
+    assert set(rows) == {
+        "tiny_ttft_hit_vs_recompute", "tiny_no_reuse_wall", "tiny_no_reuse_overhead", "tiny_no_reuse_sidecar",
+    }  # fmt: skip
+    hit = rows["tiny_ttft_hit_vs_recompute"]
     assert hit["baseline"]["name"] == "computing the prompt"
     assert hit["bound"] < hit["baseline"]["value"]
     assert hit["ok"] is True

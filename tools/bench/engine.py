@@ -3,14 +3,14 @@
 Two engines with the same model run at the same time, one with the connector and one without, and are asked in turn; a
 sidecar runs beside them. Models are in float32, so that the tokens of both must be the same, and are compared.
 
-`ttft_hit` is the time until the first token of a prompt of 1,500 tokens that the sidecar has and vLLM has not, beside
-that of the engine without the connector, which computes it. Its bound is what that engine takes when its own prefix
-cache has the prompt: nothing is loaded then.
+`ttft_hit_vs_recompute` is the time until the first token of a prompt of 1,500 tokens that the sidecar has and vLLM has
+not, beside that of the engine without the connector, which computes it. Its bound is what that engine takes when its own
+prefix cache has the prompt: nothing is loaded then.
 
-`overhead` is a load of prompts of that length that nobody has asked before: `wall` compares the time of both engines,
-`cpu` is what the connector's methods and threads take, in percent of the CPU of the engine without it, `sidecar` what
-the sidecar takes for storing it all. With the tiny model, which computes next to nothing, they have no goals and are
-measured only where SmolLM2 is left out.
+`no_reuse` is a load of prompts of that length that nobody has asked before: `wall` compares the time of both engines,
+`overhead` is what the connector's methods and threads take, in percent of the CPU of the engine without it, `sidecar`
+what the sidecar takes for storing it all. These rows are SmolLM2's. The tiny model's have its name in front; as it
+computes next to nothing, its load has no goals and is measured only where SmolLM2 is left out.
 """
 
 import json
@@ -121,8 +121,8 @@ def _hits(report: Report, note: Note, plan: Plan, machine: "_Machine", model: st
             loaded.append(again.seconds)
             own.append(local.seconds)
     baseline = Baseline("computing the prompt", 1e3 * median(computed))
-    value = 1e3 * median(loaded)
-    report(Row(f"{model}_ttft_hit", value, "ms", baseline, 1e3 * median(own), HIT_GOAL, goal_is_ratio=True))
+    name, value = f"{_prefix(model)}ttft_hit_vs_recompute", 1e3 * median(loaded)
+    report(Row(name, value, "ms", baseline, 1e3 * median(own), HIT_GOAL, goal_is_ratio=True))
 
 
 def _overhead(report: Report, note: Note, plan: Plan, machine: "_Machine", model: str) -> None:
@@ -146,9 +146,14 @@ def _overhead(report: Report, note: Note, plan: Plan, machine: "_Machine", model
     connector_s = median(each.connector_cpu_s for each in ours) - median(each.connector_cpu_s for each in plain)
     without = Baseline("without the connector", 1e3 * without_s)
     wall_goal, cpu_goal = (WALL_GOAL, CPU_GOAL) if model == "smollm2" else (None, None)
-    report(Row(f"{model}_overhead_wall", 1e3 * wall_s, "ms", without, goal=wall_goal, goal_is_ratio=True))
-    report(Row(f"{model}_overhead_cpu", 100 * connector_s / engine_s, "%", goal=cpu_goal))
-    report(Row(f"{model}_overhead_sidecar", 100 * median(sidecar_s) / engine_s, "%"))
+    report(Row(f"{_prefix(model)}no_reuse_wall", 1e3 * wall_s, "ms", without, goal=wall_goal, goal_is_ratio=True))
+    report(Row(f"{_prefix(model)}no_reuse_overhead", 100 * connector_s / engine_s, "%", goal=cpu_goal))
+    report(Row(f"{_prefix(model)}no_reuse_sidecar", 100 * median(sidecar_s) / engine_s, "%"))
+
+
+def _prefix(model: str) -> str:
+    """What stands in front of a row's name."""
+    return "" if model == "smollm2" else f"{model}_"
 
 
 def _require(holds: bool, problem: str) -> None:
