@@ -4,8 +4,8 @@ Two engines with the same model run at the same time, one with the connector and
 sidecar runs beside them. Models are in float32, so that the tokens of both must be the same, and are compared.
 
 `ttft_hit_vs_recompute` is the time until the first token of a prompt of 1,500 tokens that the sidecar has and vLLM has
-not, beside that of the engine without the connector, which computes it. Its bound is what that engine takes when its own
-prefix cache has the prompt: nothing is loaded then.
+not, beside that of the engine without the connector, which computes it. Its bound is what that engine takes when its
+own prefix cache has the prompt: nothing is loaded then.
 
 `no_reuse` is a load of prompts of that length that nobody has asked before: `wall` compares the time of both engines,
 `overhead` is what the connector's methods and threads take, in percent of the CPU of the engine without it, `sidecar`
