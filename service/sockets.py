@@ -27,9 +27,18 @@ SOCKETS: Final = (HELLO_SOCKET, DATA_SOCKET, ADMIN_SOCKET, HEALTH_SOCKET)
 
 def default_directory() -> Path:
     """Where a server's sockets are unless something else is asked for: "hicache" in the user's runtime directory, or in
-    the directory for temporary files under the user's number."""
+    the directory for temporary files under the user's number.
+
+    Raises `BadRequest` where somebody else has made that one: everybody may, to listen to what engines ask.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime) / "hicache" if runtime else Path(f"/tmp/hicache-{os.getuid()}")  # noqa: S108  # made 0700
+    if runtime:
+        return Path(runtime) / "hicache"
+    path = Path(f"/tmp/hicache-{os.getuid()}")  # noqa: S108  # made 0700
+    with suppress(FileNotFoundError):
+        if (owner := path.lstat().st_uid) != os.getuid():
+            raise _refusal(path, f"belongs to user {owner}; remove it, or name another directory")
+    return path
 
 
 class SocketDirectory:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hicache.errors import BadRequest
-from hicache.service.sockets import SOCKETS, SocketDirectory
+from hicache.service.client import connect
+from hicache.service.sockets import SOCKETS, SocketDirectory, default_directory
+from hicache.tools.cli import main
 
 
 def test_a_missing_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:
@@ -117,3 +119,23 @@ def test_a_file_where_a_socket_belongs_stays(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="in the way"):
         SocketDirectory(tmp_path / "run")
     assert (tmp_path / "run" / "hello.sock").read_text() == "mine"
+
+
+def test_a_default_directory_that_somebody_else_has_made_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everybody may make one in the directory for temporary files, and wait there for prompts."""
+    somebody = os.getuid()
+    user = somebody + 3_000_000_000 + os.getpid()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    path = default_directory()
+    assert path == Path(f"/tmp/hicache-{user}")
+    path.mkdir(0o700)
+    try:
+        with pytest.raises(BadRequest, match=rf"^socket_dir: {path}: belongs to user {somebody}; remove it"):
+            connect()
+        assert main(["stats"]) == 1
+        assert capsys.readouterr().err.startswith(f"hicache stats: socket_dir: {path}: belongs to user {somebody}")
+    finally:
+        path.rmdir()
