@@ -50,6 +50,8 @@ OVERHEAD_BYTES: Final = 256 << 10
 """What a message may have beside its token ids; an identity record is the longest of that."""
 SHORT_BYTES: Final = 64 << 10
 """Longest look-up that a client sends on its session's stream."""
+MAX_BEAT_BYTES: Final = 128 << 10
+"""Longest message of a session's stream: one waits in the server for as long as its client does not read answers."""
 MAX_REPLY_BYTES: Final = 64 << 20
 """Longest reply that a client takes: slots and generations of five million pages."""
 

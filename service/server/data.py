@@ -21,7 +21,7 @@ from hicache.service.server.recording import Recording
 from hicache.service.server.session import Lent, Session, Tokens
 from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
-from hicache.service.wire import CACHE, parse, path_of
+from hicache.service.wire import CACHE, MAX_BEAT_BYTES, parse, path_of
 from hicache.service.work import EngineWork
 from hicache.tier import HOST, NVME
 from hicache.tiers.host import HostTier
@@ -81,6 +81,8 @@ class DataCalls:
     async def _listen(self, stream: Stream) -> None:
         session = stream.session
         async for data in stream.said:
+            if len(data) > MAX_BEAT_BYTES:
+                raise LimitReached(f"{len(data)} bytes are more than {MAX_BEAT_BYTES}", field="message")
             beat = parse(pb.Beat, data)
             session.last_heard = self._cache.clock.monotonic()
             if beat.HasField("work"):

@@ -10,6 +10,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -195,12 +196,17 @@ class Edge:
     def _stream(
         self, answer: Callable[[Stream], Awaitable[None]]
     ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+        sessions = self._sessions
+        assert sessions is not None, "a stream belongs to a session"
+
         async def handle(said: AsyncIterator[bytes], context: Context) -> None:
+            session = None
             try:
                 session = self._session(context)
                 await answer(Stream(session, said, context, self._clock, self._times, self._tracing))
             except Exception as error:
-                await _refuse(context, error)
+                with nullcontext() if session is None else sessions.unread():
+                    await _refuse(context, error)
                 raise
 
         return handle

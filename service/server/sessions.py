@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final, NoReturn
@@ -67,6 +67,8 @@ class Sessions:
         self.max_pinned: Final = max(1, int(slowest.capacity_pages * limits.leased_share))
         """Pages that their pins may keep in the cache."""
         self._by_key: Final[dict[bytes, Session]] = {}
+        self.num_unread = 0
+        """Sessions that have ended, and whose stream has not: see `unread`."""
         self._staged_bytes = 0
 
     def __iter__(self) -> Iterator[Session]:
@@ -81,8 +83,8 @@ class Sessions:
         """Count staging memory that is about to be allocated, before it is. Raises `LimitReached`, `Draining`."""
         if self.is_draining:
             raise Draining("the server is about to stop")
-        if len(self) >= self.limits.max_sessions:
-            raise LimitReached(f"{len(self)} are all that there may be", field="max_sessions")
+        if (num_held := len(self) + self.num_unread) >= self.limits.max_sessions:
+            raise LimitReached(f"{num_held} are all that there may be", field="max_sessions")
         if self._staged_bytes + num_bytes > self.limits.total_staging_bytes:
             raise LimitReached(f"all sessions have {self._staged_bytes} bytes already", field="total_staging_bytes")
         self._staged_bytes += num_bytes
@@ -90,6 +92,16 @@ class Sessions:
     def unreserve_staging(self, num_bytes: int) -> None:
         """Take back what `reserve_staging` counted: no session came of it, or it has ended."""
         self._staged_bytes -= num_bytes
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """A session that has ended counts on while the block runs: its client has not read its stream to the end, and
+        gRPC keeps that, and counts it as a call under way, until it has."""
+        self.num_unread += 1
+        try:
+            yield
+        finally:
+            self.num_unread -= 1
 
     def begin(
         self, *, tenant: str, name: str, uid: int, pid: int, pidfd: int, staging: Staging | None

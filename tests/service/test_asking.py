@@ -1,6 +1,5 @@
 """Look-ups on a session's stream: each is answered in time, under its own number, whatever others ask and send."""
 
-import asyncio
 import itertools
 import os
 import signal
@@ -19,7 +18,7 @@ from hicache.service import wire
 from hicache.service.client import Client, Durability, Prompt, connect
 from hicache.service.client.asking import MAX_UNSENT, Asking
 from hicache.service.client.transport import say_hello
-from hicache.service.errors import Unreachable, from_error
+from hicache.service.errors import LimitReached, Unreachable, from_error
 from hicache.service.proto import hicache_pb2 as pb
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
 from tests.service.stored import NAMESPACE, PAGE, store
@@ -107,37 +106,48 @@ def test_a_look_up_that_fails_is_answered_so_and_the_stream_goes_on(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "beat",
-    [_beat(0), b"\x1a\x05\xba\x3e\x02ab\x20", pb.Beat(number=1).SerializeToString() + b"\x1a\x05\xba\x3e\x02ab"],
-    ids=["no number", "no message", "a field of another version"],
+    ("beat", "code"),
+    [
+        (_beat(0), grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\x1a\x05\xba\x3e\x02ab\x20", grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.Beat(number=1).SerializeToString() + b"\x1a\x05\xba\x3e\x02ab", grpc.StatusCode.INVALID_ARGUMENT),
+        (_beat(1, tokens=bytes(wire.MAX_BEAT_BYTES)), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+    ids=["no number", "no message", "a field of another version", "too long"],
 )
-def test_a_beat_that_is_none_ends_its_session_and_no_other(tmp_path: Path, beat: bytes) -> None:
+def test_a_beat_that_is_none_ends_its_session_and_no_other(
+    tmp_path: Path, beat: bytes, code: grpc.StatusCode
+) -> None:
     """I32."""
     with thread_server(tmp_path) as server, connect(server.directory) as client:
         with attached(server, itertools.chain([beat], itertools.repeat(_beat(1)))) as stream:
             with pytest.raises(grpc.RpcError) as ended:
                 list(stream)
-            assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert ended.value.code() is code
         assert client.lookup(Prompt(NAMESPACE, range(PAGE))).num_tokens == 0
         assert server.call(lambda inside: len(inside.sessions)) == 1
 
 
 def test_who_asks_and_does_not_listen_ends_as_silent(tmp_path: Path) -> None:
-    """I21, I23: it is not read from any more, others are served meanwhile, and nothing of it stays."""
-    with thread_server(tmp_path, times__lease_s=1.0) as server, connect(server.directory) as client:
+    """I21, I23: it is not read from any more, others are served meanwhile, and nothing of it stays but its stream. gRPC
+    keeps that until its client hangs up; it counts as a session, so that nobody has any number of them."""
+    limits = {"times__lease_s": 1.0, "limits__max_sessions": 2}
+    with thread_server(tmp_path, **limits) as server, connect(server.directory) as client:
         store(client, range(PAGE))
-
-        def num_tasks() -> int:
-            return server.call(lambda _: len(asyncio.all_tasks()))
-
-        before = num_tasks()
         with attached(server, itertools.repeat(_beat(1, tokens=wire.pack_int32(range(PAGE))))) as stream:
             server.until(lambda inside: len(inside.sessions) == 2, within_s=5.0)
             while server.call(lambda inside: len(inside.sessions)) == 2:
                 assert client.lookup(Prompt(NAMESPACE, range(PAGE)), timeout_s=1.0).num_tokens == PAGE
             assert server.call(lambda inside: inside.sessions.ended) == {"it was silent": 1}
-            server.until(lambda _: len(asyncio.all_tasks()) <= before + 1, within_s=5.0)
+            server.until(lambda inside: inside.sessions.num_unread == 1, within_s=5.0)
             assert stream.is_active(), "the client has not hung up"
+            client.close()
+            server.until(lambda inside: not len(inside.sessions), within_s=5.0)
+            with connect(server.directory), pytest.raises(LimitReached, match="max_sessions"):
+                connect(server.directory)
+        server.until(lambda inside: not len(inside.sessions) + inside.sessions.num_unread, within_s=5.0)
+        with connect(server.directory), connect(server.directory):
+            assert server.call(lambda inside: len(inside.sessions)) == 2
 
 
 def test_a_server_that_is_stopped_or_killed_is_not_waited_for(tmp_path: Path) -> None:
