@@ -348,6 +348,7 @@ class Storing:
             return Stored(None, 0, pb.REASON_NO_ROOM)
         for copy, identity in zip(copies, reservation.identities, strict=True):
             self._host.declare(copy.slot, copy.generation, identity, copy.sums)
+        reservation.identities.clear()  # a promise behind the reply keeps the reservation, for its tokens alone
         cache.counters.metadata_dropped_pages += inserted.num_dropped
         cache.counters.pages_published += len(slots) - len(inserted.duplicates)
         cache.counters.pages_duplicate += len(inserted.duplicates)
