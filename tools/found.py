@@ -95,9 +95,9 @@ class Found:
         """Pages that are cached, or those of one tier."""
         return (self.num_tokens if where is None else self.by_place.get(where, 0)) // self.page_size
 
-    def in_words(self, where: str | None = None) -> str:
+    def in_words(self) -> str:
         """What is cached, in half a sentence."""
-        pages = self.num_pages(where)
+        pages = self.num_pages()
         words = (
             f"{pages * self.page_size:,} of {plural(self.num_asked, 'token')} ({plural(pages, 'page')}, "
             f"{format_bytes(pages * self.page_bytes)}) of namespace {self.namespace[:16]}"

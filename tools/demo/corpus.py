@@ -12,7 +12,7 @@ from typing import Final
 
 from hicache.tools.exits import UsageProblem
 from hicache.tools.terminal import printable
-from hicache.tools.units import format_bytes, plural
+from hicache.tools.units import plural
 
 CountTokens = Callable[[str], int]
 """Number of tokens of a text."""
@@ -174,8 +174,3 @@ def _text_files(directory: Path) -> list[Path]:
 
 def _name(path: Path) -> str:
     return printable(os.fspath(path))
-
-
-def total_size(documents: list[Document]) -> str:
-    """The size of all texts, for people."""
-    return format_bytes(sum(len(document.text.encode()) for document in documents))
