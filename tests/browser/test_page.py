@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 from playwright.sync_api import Locator, expect
 
-from hicache.service.client import Prompt
+from hicache.service.client import EngineWork, Prompt
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME
 from tests.browser.looking import WAIT_MS, Looking
@@ -242,6 +242,22 @@ def test_the_curves_tell_their_values_and_show_a_day(look: Look) -> None:
     expect(page.locator("#used svg")).to_contain_text("The curves begin in a moment.")
     page.get_by_text("15 min").click()
     expect(page.locator("#used path.line.nvme")).to_be_visible()
+
+
+def test_what_moves_and_what_hits_save(look: Look) -> None:
+    looking = look()
+    looking.open()
+    moved, saved = looking.page.locator("#moved"), looking.page.locator("#saved")
+    for lane in ("host → NVMe", "NVMe → host"):
+        expect(moved).to_contain_text(lane)
+    expect(saved).to_contain_text("no engine has said yet how fast it computes")
+    looking.client.report(EngineWork(prefill_tokens=1000, prefill_s=1000.0))
+    looking.server.until(lambda inside: inside.sessions.work.prefill_tokens == 1000, within_s=WAIT_MS / 1000)
+    looking.client.acquire(Prompt(NAMESPACE, WARM)).release()
+    expect(saved.locator(".big")).to_have_text("80.0 s of prefill")
+    expect(moved.locator("svg path.line")).to_have_count(2)
+    told = re.compile(r"^Lanes: host → NVMe .+/s, NVMe → host .+/s$")
+    expect(moved.locator("svg")).to_have_attribute("aria-label", told)
 
 
 def test_without_the_token_it_is_asked_for(look: Look) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hicache.service.client import Client, Prompt
+from hicache.service.client import Client, EngineWork, Prompt
 from hicache.service.server.process import Server
 from hicache.tier import HOST
 from hicache.tools.cli import main
 from tests.repository import ROOT
-from tests.service.serving import ThreadServer
+from tests.service.serving import WAIT_S, ThreadServer
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, store
 from tests.service.test_deadlines import leave_the_host
 from tests.tools.served import COLD, WARM, Shell, known_server, words
@@ -89,6 +89,15 @@ def test_explain(known: Known) -> None:
     assert whys == {"no cached prompt begins so: it was never stored, or has left; an engine computes it"}
     server.run(_promote(server))
     assert shell.json("explain", words(COLD))["predicted"]["load_s"] == 0
+
+
+def test_times_are_predicted_from_what_engines_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with known_server(tmp_path, times__lease_s=1.0) as (server, client):
+        client.report(EngineWork(prefill_tokens=1000, prefill_s=2.0))
+        server.until(lambda inside: inside.sessions.work.prefill_tokens == 1000, within_s=WAIT_S)
+        predicted = Shell(server.directory, capsys).json("explain", words([*WARM, 5, 5, 5]))["predicted"]
+    assert predicted["compute_s"] == pytest.approx(0.002 * 3)
+    assert predicted["recompute_s"] == pytest.approx(0.002 * (len(WARM) + 3))
 
 
 async def _promote(server: ThreadServer) -> None:
