@@ -41,7 +41,7 @@ class Limits:
     max_calls_per_session: int = 64
     max_tokens: int = 1 << 20
     """Tokens of one prompt."""
-    max_namespaces: int = 64
+    max_namespaces: int = 1024
     """Namespaces that a session may register."""
     max_handles: int = 1024
     """Node handles of a session; the one that was used longest ago goes first."""

@@ -14,7 +14,7 @@ from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.service.client import Client, Prompt, connect
 from hicache.service.engines.settings import EngineSettings
-from hicache.service.errors import Draining, Forbidden, LayoutMismatch, Unreachable, VersionMismatch
+from hicache.service.errors import Draining, Forbidden, LayoutMismatch, LimitReached, Unreachable, VersionMismatch
 
 RETRY_S: Final = 1.0
 """Between two attempts to reach a sidecar that did not answer."""
@@ -83,7 +83,9 @@ class Link:
 
     def failed(self, client: Client, error: HicacheError) -> None:
         """A call of `client` raised: if nobody answers, none is made until somebody does."""
-        if isinstance(error, (*_LOST, *_REFUSALS)):
+        # Each salt, adapter and picture is a namespace: a session that may have no more of them is begun anew.
+        is_full = isinstance(error, LimitReached) and error.field == "max_namespaces"
+        if is_full or isinstance(error, (*_LOST, *_REFUSALS)):
             with self._lock:
                 if self._client is not client:
                     return
