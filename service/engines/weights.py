@@ -75,18 +75,22 @@ def model_directory(name: str, revision: str | None, cache_dir: str | None) -> s
         raise BadRequest("weights", f"the files of {name} were not found; name them with `weights`") from error
 
 
-def default_memory() -> Path:
-    """Where digests are kept: `$XDG_CACHE_HOME/hicache/digests.json`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def default_memory() -> Path | None:
+    """Where digests are kept: `$XDG_CACHE_HOME/hicache/digests.json`; None for a user without a home, as containers may
+    have."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(base) / "hicache" / "digests.json"
 
 
 class _Remembered:
     """Digests of files, by what the file system says of them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path: Final = path
-        self._known: Final = dict(_read(path))
+        self._known: Final = dict(_read(path) if path is not None else ())
         self._new: Final[dict[str, str]] = {}
 
     def digest(self, file: Path) -> bytes:
@@ -104,7 +108,7 @@ class _Remembered:
 
     def keep(self) -> None:
         """Write down what is new. A directory that cannot be written costs the next start the time again."""
-        if not self._new:
+        if not self._new or self._path is None:
             return
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:

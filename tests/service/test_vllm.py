@@ -209,6 +209,17 @@ def test_weights_from_elsewhere_have_to_be_named(load_format: str) -> None:
     Identity.of(config, GROUPS, b"f" * 32, "w")
 
 
+def test_a_user_without_a_home_has_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "1.safetensors").write_bytes(b"a")
+    named = files_digest(tmp_path, remembered=tmp_path / "digests.json")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert files_digest(tmp_path) == named
+
+
 def test_names_that_are_none_have_no_files() -> None:
     with pytest.raises(BadRequest, match="name them with `weights`"):
         model_directory("some/body:Q4/nowhere", None, None)
