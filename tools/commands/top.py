@@ -26,8 +26,8 @@ _EPILOG: Final = """\
 keys: q quits, s sorts the prefixes by last use, bytes or leases, / filters them by namespace,
 tenant, tier or first token ids (Esc clears), p pauses.
 
-Tiers are bars; lanes show what they move now, their queues and the last minutes; tokens are
-shown by where they came from. "kept below" left for a slower tier, "lost" left the cache.
+Tiers are bars; lanes show what they move now, their queues, and what they moved before, one
+column an interval; tokens are shown by where they came from. "kept below" left for a slower tier, "lost" left the cache.
 
 examples:
   hicache top
