@@ -27,7 +27,8 @@ keys: q quits, s sorts the prefixes by last use, bytes or leases, / filters them
 tenant, tier or first token ids (Esc clears), p pauses.
 
 Tiers are bars; lanes show what they move now, their queues, and what they moved before, one
-column an interval; tokens are shown by where they came from. "kept below" left for a slower tier, "lost" left the cache.
+column an interval; tokens are shown by where they came from. "kept below" left for a slower
+tier, "lost" left the cache.
 
 examples:
   hicache top
