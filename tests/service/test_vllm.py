@@ -173,6 +173,7 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         name(engine_config(ranks=2)),
         name(engine_config(text={"rope_parameters": {"rope_theta": 500_000.0}})),
         name(engine_config(model={"quantization": "fp8"})),
+        name(engine_config(model={"multimodal_config": SimpleNamespace(mm_processor_cache_gb=4, media_io_kwargs={})})),
         name(asked=request(cache_salt="s")),
         name(asked=request(mm_features=[picture("a" * 64, 3)])),
         name(asked=request(mm_features=[picture("a" * 64, 4)])),

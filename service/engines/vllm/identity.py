@@ -162,8 +162,12 @@ def model_digest(vllm_config: Any, weights: str) -> str:
         check_load_format(vllm_config.load_config)
         weights = files_digest(local_directory(vllm_config))
     config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
-    whole = hashlib.sha256(b"hicache-vllm\x01")
-    for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype)):
+    # How pictures are cut up is not in the names that vLLM gives them.
+    pictures = getattr(model, "multimodal_config", None)
+    processing = [getattr(pictures, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs")]
+    prepared = json.dumps(processing, sort_keys=True, default=str)
+    whole = hashlib.sha256(b"hicache-vllm\x02")
+    for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype), prepared):
         whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     return f"sha256:{whole.hexdigest()}"
 
