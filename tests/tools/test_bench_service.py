@@ -26,14 +26,18 @@ def test_every_row_is_measured_and_nothing_stays(
     assert main(["bench", "service", "--scale", "2048", "--dir", str(directory), "--json", str(target)]) == 0
     assert list(directory.iterdir()) == []
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
-    looked_up = {f"{words}_{kind}_p{size}_c{clients}" for words in ("4k", "131k") for kind in ("first", "append", "cpu")
+    looked_up = {f"{words}_{kind}_p{size}_c{clients}" for words in ("4k", "131k")
+                 for kind in ("first", "append", "stream", "cpu")
                  for size in (16, 64) for clients in (1, 32)}  # fmt: skip
     assert set(rows) == {f"lookup_{name}" for name in looked_up} | {
         f"{side}_{name}" for side in ("store", "retrieve", "read") for name in MOVED
     }
     for name, row in rows.items():
         kind = name.split("_")[2] if name.startswith("lookup") else name.split("_")[0]
-        baseline = {"cpu": "the echo's own", "first": "bare gRPC echo", "append": "bare gRPC echo"}.get(kind)
+        baseline = {
+            "cpu": "the echo's own", "first": "bare gRPC echo", "append": "bare gRPC echo",
+            "stream": "gRPC echo on a stream",
+        }.get(kind)  # fmt: skip
         assert row["baseline"]["name"] == (baseline or "memcpy between touched buffers")
         assert row["baseline"]["value"] > 0
         assert row["value"] > 0 or kind == "cpu"  # a difference

@@ -6,9 +6,10 @@ deadline, a token, or a message to pack. Sides alternate, a few calls each, so t
 machine.
 
 `first` sends a whole prompt that is cached; `append` names it by its handle and sends a turn of 256 new tokens. Short
-ones as these travel on the client's stream, while the echo is always a call: that is what a lookup would be otherwise,
-and why it can take less. `cpu` is what a first call takes in client and server together, beyond what the echo takes in
-both. `c1` and `c32` say how many clients call at the same time, `p16` and `p64` how many tokens a page has.
+ones, all but `131k_first`, travel on the client's stream, while the echo is a call: that is what a lookup would be
+otherwise, and why it can take less. `stream` is `append` again, beside an echo on a stream. `cpu` is what a first call
+takes in client and server together, beyond what the echo takes in both. `c1` and `c32` say how many clients call at the
+same time, `p16` and `p64` how many tokens a page has.
 
 `store` is a commit: the server copies the pages out of staging memory, sums them and publishes them. `retrieve` is
 `read_into`: the client copies pages out of the arena into its own memory and looks that they were right; `read` does so
@@ -119,7 +120,7 @@ def _lookups(
     variant: str,
 ) -> None:
     """Rows of lookups of one prompt."""
-    sides = ("first", "echo_first", "append", "echo_append")
+    sides = ("first", "echo_first", "append", "echo_append", "echo_stream")
     us: dict[str, list[float]] = {side: [] for side in sides}
     cpu_us: dict[str, float] = dict.fromkeys(sides, 0.0)
     for number in range(plan.rounds + 1):
@@ -134,6 +135,8 @@ def _lookups(
         echo = Baseline("bare gRPC echo", median(us[f"echo_{side}"]))
         name = f"lookup_{words}_{side}_{variant}"
         report(Row(name, median(us[side]), "us", echo, goal=goal if is_long else None, goal_is_ratio=True))
+    streamed = Baseline("gRPC echo on a stream", median(us["echo_stream"]))
+    report(Row(f"lookup_{words}_stream_{variant}", median(us["append"]), "us", streamed))
     calls = len(us["first"])
     first, echoed = cpu_us["first"] / calls / 1e3, cpu_us["echo_first"] / calls / 1e3
     goal_ms = CPU_GOAL_MS if is_long else None

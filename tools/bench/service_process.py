@@ -12,10 +12,11 @@ import json
 import mmap
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from time import perf_counter, process_time
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from hicache.service.server.process import Server, run
 
 ECHO_SOCKET: Final = "echo.sock"
 ECHO_METHOD: Final = "/hicache.bench.Echo/Echo"
+STREAM_METHOD: Final = "/hicache.bench.Echo/Stream"
 LENGTH_BYTES: Final = 4
 """The first bytes of an echo's request: how long its reply is, little-endian."""
 MAX_CALLS: Final = 1024
@@ -98,9 +100,16 @@ async def echo(socket_dir: Path, max_tokens: int) -> None:
     async def answer(data: bytes, context: object) -> bytes:
         return bytes(int.from_bytes(data[:LENGTH_BYTES], "little"))
 
+    async def answer_each(said: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        async for data in said:
+            yield await answer(data, context)
+
     server = grpc.aio.server(options=options(max_tokens), maximum_concurrent_rpcs=MAX_CALLS)
     service, _, method = ECHO_METHOD.strip("/").partition("/")
-    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        method: grpc.unary_unary_rpc_method_handler(answer),
+        STREAM_METHOD.rpartition("/")[2]: grpc.stream_stream_rpc_method_handler(answer_each),
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_insecure_port(wire.address(str(socket_dir / ECHO_SOCKET)))
     await server.start()
@@ -139,11 +148,15 @@ class Worker:
             options=(("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)),
         )
         self._echo: Final[Any] = channel.unary_unary(ECHO_METHOD)
+        self._said: Final[SimpleQueue[bytes | None]] = SimpleQueue()
+        stream: Any = channel.stream_stream(STREAM_METHOD)
+        self._answers: Final[Iterator[bytes]] = stream(iter(self._said.get, None))
         self.sides: Final[dict[str, Callable[[int], Callable[[], object]]]] = {
             "first": self._first,
             "append": self._append,
             "echo_first": lambda num_tokens: self._echoing("first", num_tokens),
             "echo_append": lambda num_tokens: self._echoing("append", num_tokens),
+            "echo_stream": lambda num_tokens: self._echoing("append", num_tokens, self._echo_on_stream),
             "memcpy": self._memcpy,
         }
 
@@ -201,13 +214,20 @@ class Worker:
         self._require(prompt, num_tokens)
         return lambda: self._client.lookup(prompt)
 
-    def _echoing(self, side: str, num_tokens: int) -> Callable[[], object]:
+    def _echo_on_stream(self, request: bytes) -> Any:
+        self._said.put(request)
+        return next(self._answers)
+
+    def _echoing(
+        self, side: str, num_tokens: int, echo: Callable[[bytes], Any] | None = None
+    ) -> Callable[[], object]:
+        echo = echo or self._echo
         if (side, num_tokens) not in self._sizes:
             self._sizes[side, num_tokens] = self._weigh(side, num_tokens)
         sent, answered = self._sizes[side, num_tokens]
         request = answered.to_bytes(LENGTH_BYTES, "little") + bytes(sent - LENGTH_BYTES)
-        assert len(self._echo(request)) == answered
-        return lambda: self._echo(request)
+        assert len(echo(request)) == answered
+        return lambda: echo(request)
 
     def _weigh(self, side: str, num_tokens: int) -> tuple[int, int]:
         """Bytes that a lookup sends and is answered with."""
