@@ -4,7 +4,8 @@
                   `LLM`}; answered by {"ready": true} when the engine is up
     others       {"prompts": [[token, ...], ...], "together": false}
                   answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...],
-                  "cached": [tokens of each prompt that vLLM says were cached]}
+                  "cached": [tokens of each prompt that vLLM says were cached]}; where the engine's worker is in this
+                  process, a prompt is asked when all that was computed before is saved: what it finds is no race
                  {"metrics": true}: what vLLM counts, by name, over all labels; needs disable_log_stats = false
                  {"forget": true}: forget what vLLM itself has kept; what the sidecar has stays
                  {"reset": true}: forget what vLLM itself has kept, and what it may load
@@ -12,13 +13,26 @@
 It is run by the interpreter of the engines' environment, with the repository on its path, and ends with its input.
 """
 
+import gc
 import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Final
 
+from hicache.service.engines.vllm.transfers import Transfers
 from hicache.tools.bench.engine_process import ENVIRONMENT, count_scheduled, llm_arguments
+
+SAVED_WITHIN_S: Final = 10.0
+
+
+def await_saves() -> None:
+    """Wait until everything that the connector of this process saves is saved, for a while."""
+    until = time.monotonic() + SAVED_WITHIN_S
+    for each in gc.get_objects():
+        if isinstance(each, Transfers):
+            while each.num_saves and time.monotonic() < until:
+                os.sched_yield()
 
 
 def main() -> None:
@@ -64,6 +78,7 @@ def main() -> None:
             cached += [each.num_cached_tokens for each in outputs]
             computed.append(scheduled[0] - before)
             seconds.append(time.monotonic() - began)
+            await_saves()
         answer({"tokens": tokens, "scheduled": computed, "seconds": seconds, "cached": cached})
     llm.llm_engine.engine_core.shutdown()
 

@@ -85,6 +85,12 @@ class Transfers:
         self.counts: Final = Counts()
         self._num_loads = self._num_saves = 0
 
+    @property
+    def num_saves(self) -> int:
+        """Saves that have begun and not ended."""
+        with self._lock:
+            return self._num_saves
+
     # -- the worker's thread ------------------------------------------------------------------------------------------
 
     def begin_loads(self, plan: Plan) -> None:
