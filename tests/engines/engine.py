@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 from hicache.service.engines.vllm.transfers import Transfers
@@ -26,13 +27,12 @@ from hicache.tools.bench.engine_process import ENVIRONMENT, count_scheduled, llm
 SAVED_WITHIN_S: Final = 10.0
 
 
-def await_saves() -> None:
-    """Wait until everything that the connector of this process saves is saved, for a while."""
+def await_saves(workers: Sequence[Transfers]) -> None:
+    """Wait until everything that the connector's workers save is saved, for a while."""
     until = time.monotonic() + SAVED_WITHIN_S
-    for each in gc.get_objects():
-        if isinstance(each, Transfers):
-            while each.num_saves and time.monotonic() < until:
-                os.sched_yield()
+    for each in workers:
+        while each.num_saves and time.monotonic() < until:
+            os.sched_yield()
 
 
 def main() -> None:
@@ -49,6 +49,7 @@ def main() -> None:
 
     scheduled = count_scheduled()
     llm = LLM(model=asked["model"], **{**llm_arguments(asked["config"]), **asked["llm"]})
+    workers = [each for each in gc.get_objects() if isinstance(each, Transfers)]
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["new_tokens"], ignore_eos=True, detokenize=False)
     answer({"ready": True})
     for line in sys.stdin:
@@ -78,7 +79,7 @@ def main() -> None:
             cached += [each.num_cached_tokens for each in outputs]
             computed.append(scheduled[0] - before)
             seconds.append(time.monotonic() - began)
-            await_saves()
+            await_saves(workers)
         answer({"tokens": tokens, "scheduled": computed, "seconds": seconds, "cached": cached})
     llm.llm_engine.engine_core.shutdown()
 
