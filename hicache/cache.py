@@ -273,6 +273,7 @@ class Cache(Promoting, Copying, Tending):
         """A prompt was looked up and computed, of which the leased prefix is cached: the policies learn of it. Once a
         request; the tree has been told of its recency before."""
         if path := self.path(lease):
+            self.tree.count_use(path[-1])
             use = Use(path, self.clock.monotonic())
             for policy in self._hearing.values():
                 policy.used(use)

@@ -63,6 +63,7 @@ def _reachable(tree: "HiRadixTree") -> list[Node]:
                 assert child._key == key, "2: a child stands under another key than its first page"
                 assert child._root is root, "2: a child belongs to another namespace"
                 assert parent is root or child._last_access <= parent._last_access, "8: used later than its parent"
+                assert parent is root or child._num_uses <= parent._num_uses, "8: used more often than its parent"
                 live.append(child)
                 stack.append(child)
     assert len(set(live)) == len(live), "2: a node is reachable twice"

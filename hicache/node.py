@@ -64,6 +64,7 @@ class Node:
         "_listed",
         "_num_leases",
         "_num_pages",
+        "_num_uses",
         "_order",
         "_parent",
         "_root",
@@ -91,6 +92,7 @@ class Node:
         self._holds: tuple[Hold, ...] = ()
         self._last_access = 0.0
         self._num_leases = 0
+        self._num_uses = 0
         self._chain: bytes | None = None
         untrack(self)
 
@@ -141,6 +143,13 @@ class Node:
     def last_access(self) -> float:
         """Monotonic seconds of the last use of this node or of anything below it."""
         return self._last_access
+
+    @property
+    def num_uses(self) -> int:
+        """Requests that were given this node since its pages entered the tree, see `HiRadixTree.count_use`. Halves of a
+        split begin with what the whole had, and of joined runs the greater count stands for both. Not kept over a
+        restart."""
+        return self._num_uses
 
     @property
     def num_leases(self) -> int:

@@ -108,6 +108,8 @@ class NodeInfo(NamedTuple):
     """State in each tier, fast to slow."""
     last_access: float
     """Monotonic seconds."""
+    num_uses: int
+    """Requests that were given it, see `Node.num_uses`."""
     num_leases: int
     num_children: int
     is_published: bool

@@ -325,6 +325,7 @@ class Structure:
         upper._slots, node._slots = upper_slots, lower_slots
         upper._states = states = node._states
         upper._last_access = node._last_access
+        upper._num_uses = node._num_uses
         upper._in_tier = _counts((states | states >> ARRIVING_SHIFT) & TIER_MASK)
         upper._holds = node._holds
         for hold in node._holds:
@@ -398,6 +399,7 @@ class Structure:
         lower._parent = parent
         lower._slots = _join_slots(upper, lower)
         lower._num_pages += upper._num_pages
+        lower._num_uses = max(upper._num_uses, lower._num_uses)
         upper._parent = None  # keeps its one child: `current` follows it
         if lower._states & PUBLISHED:
             self._published.merge(upper, lower)

@@ -24,7 +24,7 @@ Invariants, checked by `check_integrity` (`hicache.integrity`):
     (`forget`) breaks that, since there is nothing left to protect.
 7.  A node's tokens from the root to its end never change while it is in the tree; who refers to a node refers to a
     prefix. A split keeps the object as the lower half, a merge keeps the lower one.
-8.  No node was used more recently than the node above it.
+8.  No node was used more recently, or more often, than the node above it.
 9.  The evictable lists hold exactly the nodes that `hicache.evictable` defines.
 10. `match`, and everything else that only reads, changes none of this.
 11. The published nodes are those on the paths to the ends of publications; another tenant's match never gives others.
@@ -388,6 +388,15 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
             self._use(step)
             step = step._parent
 
+    def count_use(self, node: Node) -> None:
+        """A request was given the pages down to `node`: count that with it and every node above it. Once a request, and
+        apart from `touch`: what is fetched ahead or stored again is used recently, and not once more. A node that was
+        merged stands for its heir, a removed one for nothing."""
+        step = self.current(node)
+        while step is not None and step._parent is not None:
+            step._num_uses += 1
+            step = step._parent
+
     # -- identity and inspection --------------------------------------------------------------------------------------
 
     def identities(self, node: Node) -> list[PageIdentity]:
@@ -465,6 +474,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
             num_pages=node._num_pages,
             residency=tuple(state_of(node._states, index) for index in range(len(self.tiers))),
             last_access=node._last_access,
+            num_uses=node._num_uses,
             num_leases=node._num_leases,
             num_children=len(node._children or ()),
             is_published=node.is_published,

@@ -67,6 +67,7 @@ class Page:
     users: dict[TierId, int] = field(default_factory=dict)
     """Open pins and moves that use the copy."""
     used: float = 0.0
+    num_uses: int = 0
     alive: bool = True
     reports: set[TierId] = field(default_factory=set)
     """Engines that say they have it."""
@@ -355,6 +356,8 @@ class History:
             assert node.num_leases == leases, (node.num_leases, leases)
             line = self._line(pages[-1].path)
             assert pages[-1].used <= node.last_access <= line[0].used, "recency is not that of a use of the path"
+            # Of runs that were joined, and perhaps cut again, no page is said to be used less than it was.
+            assert pages[0].num_uses <= node.num_uses <= line[0].num_uses, (pages[0].num_uses, node.num_uses)
             for page in pages:
                 assert page.path not in seen, "a page is offered twice"
                 seen.add(page.path)
@@ -725,6 +728,9 @@ class History:
 
     def tell_use(self, node: Node) -> None:
         """A prompt that ends with a node was computed, which the tree has been told."""
+        self.tree.count_use(node)
+        for page in self._line(self.pages_of(node)[-1].path):
+            page.num_uses += 1
         for policy in self.policies.values():
             if isinstance(policy, HearsUses):
                 policy.used(Use(self.tree.path(node), self.now))

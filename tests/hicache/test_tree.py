@@ -327,6 +327,30 @@ def test_a_node_that_was_joined_leads_to_its_heir() -> None:
     world.tree.touch(first, 100.0)
 
 
+def test_uses_are_counted_along_the_path_and_kept_by_splits_and_joins() -> None:
+    world = World()
+    prefix, one, two = sequence(0, 8), sequence(1, 8), sequence(2, 4)
+    node = world.insert([*prefix, *one]).node
+    for _ in range(3):
+        world.tree.count_use(node)
+    world.tree.touch(node, world.tick())
+    other = world.insert([*prefix, *two]).node
+    upper = node.parent
+    assert upper is other.parent is not None
+    assert (upper.num_uses, node.num_uses, other.num_uses) == (3, 3, 0)
+    world.tree.count_use(other)
+    assert (upper.num_uses, node.num_uses, other.num_uses) == (4, 3, 1)
+    assert {info.num_uses for batch in world.tree.walk() for info in batch} == {4, 3, 1}
+    world.tree.evict(other, HOST)  # what is left is one run again
+    world.tree.check_integrity()
+    assert (node.num_pages, node.num_uses, upper.is_live) == (4, 4, False)
+    world.tree.count_use(upper)
+    assert node.num_uses == 5
+    world.tree.evict(node, HOST)
+    world.tree.count_use(node)
+    assert world.insert([*prefix, *one]).node.num_uses == 0
+
+
 def test_runs_with_a_lease_between_them_are_joined_when_it_ends() -> None:
     world = World()
     tokens = sequence(1, 32)

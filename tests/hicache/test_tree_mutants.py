@@ -119,6 +119,22 @@ class SplitForgetsRecency(HiRadixTree):
         return upper
 
 
+class SplitForgetsUses(HiRadixTree):
+    """The upper half of a split counts as never used, and the lower one too."""
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        upper = super()._split(node, num_pages)
+        upper._num_uses = node._num_uses = 0
+        return upper
+
+
+class CountsTheEndAlone(HiRadixTree):
+    """A use counts with the node where it ends."""
+
+    def count_use(self, node: Node) -> None:
+        node._num_uses += 1
+
+
 class SplitKeepsDigest(HiRadixTree):
     """The upper half of a split takes over the digest of the whole chain."""
 
