@@ -215,9 +215,14 @@ class Structure:
         """Token ids from the root to the node's end, int32 `[num_tokens]`, read-only."""
         return np.frombuffer(b"".join(self._node_bytes(step) for step in self.path(node)), INT32)
 
-    def own_tokens_of(self, node: Node) -> npt.NDArray[np.int32]:
-        """Those of the node itself, without what leads to it; read-only. Takes no longer for a deeper one."""
-        return np.frombuffer(self._node_bytes(node), INT32)
+    def own_tokens_of(self, node: Node, most: int | None = None) -> npt.NDArray[np.int32]:
+        """Those of the node itself, or the first `most` of them, without what leads to it; read-only. Takes no longer
+        for a deeper one."""
+        if most is None:
+            return np.frombuffer(self._node_bytes(node), INT32)
+        rest = min((node._num_pages - 1) * self._page_bytes, most * TOKEN_BYTES)
+        first = node._key + node._buffer[node._start : node._start + rest]
+        return np.frombuffer(first[: most * TOKEN_BYTES], INT32)
 
     def _node_bytes(self, node: Node) -> bytes:
         rest = (node._num_pages - 1) * self._page_bytes

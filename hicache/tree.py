@@ -70,7 +70,7 @@ from hicache.tokens import (
     raw_bytes,
     view_tokens,
 )
-from hicache.walking import Siblings, begins_at
+from hicache.walking import begins_at, below
 
 __all__ = [
     "Finished",
@@ -449,21 +449,30 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         infos: list[NodeInfo] = []
         ends: dict[Node, int] = {}
         for root in [root for root in self._roots.values() if tenant is None or root.owner == tenant]:
-            stack = [Siblings(root)]
-            while stack:
-                node = stack[-1].next()
-                if node is None:
-                    stack.pop()
-                    continue
+            for node in below(root):
                 infos.append(self._info(node, begins_at(node, ends)))
-                if node._children:
-                    stack.append(Siblings(node))
                 if len(infos) == batch:
                     yield infos
                     infos = []
                     ends.clear()
         if infos:
             yield infos
+
+    def nodes(self, top: Node | bytes | None = None) -> Iterator[Node]:
+        """All nodes, those of the namespace with this digest, or those below a node: parents before children, one at a
+        time. The tree may change between two, as for `walk`, which says more of each and costs several times as much.
+        """
+        if isinstance(top, Node):
+            tops: list[Node] = [top]
+        else:
+            tops = [root for root in self._roots.values() if top is None or root.digest == top]
+        return (node for each in tops for node in below(each))
+
+    def info(self, node: Node, ends: dict[Node, int] | None = None) -> NodeInfo:
+        """What `walk` says of a node. Who asks about many gives the same `ends` each time, which then remembers where
+        nodes above them end. Raises `NotResident` for a node that left."""
+        self._require_live(node)
+        return self._info(node, begins_at(node, {} if ends is None else ends))
 
     def _info(self, node: Node, first_page: int) -> NodeInfo:
         return NodeInfo(

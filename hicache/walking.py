@@ -1,5 +1,6 @@
 """Going through siblings, and so through trees, in steps between which the tree may change."""
 
+from collections.abc import Iterator
 from typing import Final
 
 from hicache.node import Node, Root
@@ -49,6 +50,20 @@ class Siblings:
         self._waiting = [key for key in reversed(keys) if key.startswith(prefix)]
         self._last = keys[-1] if keys else self._last
         return bool(self._waiting)
+
+
+def below(top: Node) -> Iterator[Node]:
+    """All that hangs below a node, parents before children, one at a time; what changes between two of them is met as
+    `Siblings` says."""
+    stack = [Siblings(top)]
+    while stack:
+        node = stack[-1].next()
+        if node is None:
+            stack.pop()
+            continue
+        if node._children:
+            stack.append(Siblings(node))
+        yield node
 
 
 def begins_at(node: Node, ends: dict[Node, int]) -> int:

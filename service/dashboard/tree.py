@@ -188,7 +188,7 @@ class TreeView:
         number = self._names.number(key)
         num_pages, label = self._labels.get(number, (0, ""))
         if num_pages != key.num_pages:  # else its own tokens are the same: what it ends with never changes
-            ids = self._cache.tree.own_tokens_of(key)[:LABEL_TOKENS].tolist()
+            ids = self._cache.tree.own_tokens_of(key, LABEL_TOKENS).tolist()
             text = self._text(ids)
             label = " ".join(text.split()) if text is not None else " ".join(map(str, ids))
             self._labels[number] = key.num_pages, label

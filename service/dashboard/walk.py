@@ -1,6 +1,6 @@
 """One walk after the other through what lies below one branch of a cache's tree, a moment at a time."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from hicache.clock import Clock
@@ -9,7 +9,6 @@ from hicache.residency import Residency
 from hicache.service.dashboard.heaviest import Branch, Heaviest
 from hicache.service.dashboard.pace import Pace
 from hicache.tree import HiRadixTree
-from hicache.walking import Siblings
 
 MAX_BRANCHES: Final = 1_000
 """Branches of one picture."""
@@ -22,35 +21,30 @@ Key = Node | bytes | None
 """A prefix, a namespace by its digest, or all of them."""
 
 
-class View:
-    """The tree from one place, and the walk that renews the picture."""
+class Round(ABC):
+    """A walk through what lies below one branch of a tree, a moment at a time, which begins anew when it ends. Belongs
+    to the tree's loop.
 
-    def __init__(self, tree: HiRadixTree, clock: Clock, key: Key, *, page_bytes: int) -> None:
+    Args:
+        key: where it begins.
+    """
+
+    def __init__(self, tree: HiRadixTree, clock: Clock, key: Key) -> None:
         self.key: Final = key
         self.is_whole = False
-        self.shown: list[Key] = [key]
-        """What the last picture shows."""
-        self.as_of = 0.0
-        """When the walk began whose picture is shown, monotonic seconds."""
+        """Whether a walk has come to its end."""
+        self.as_of = clock.monotonic()
+        """When the walk began that came to its end last, or the first one, monotonic seconds."""
+        self.num_met = 0
+        """Prefixes that the walk under way has met."""
         self._tree: Final = tree
         self._clock: Final = clock
-        self._tiers: Final = [*tree.tiers]
-        self._page_bytes: Final = page_bytes
-        self._finished: Branch[Key] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._began, self.num_met = self._clock.monotonic(), 0
+        self._nodes = self._tree.nodes(self.key)
         self._begin()
-        self.as_of = self._began
-
-    def _begin(self) -> None:
-        self._began = self._clock.monotonic()
-        self._nodes: Iterator[Node] = _nodes_below(self._tree, self.key)
-        self._heaviest: Heaviest[Key] = Heaviest(
-            self.key, self._numbers(self.key), limit=MAX_BRANCHES, max_depth=MAX_DEPTH
-        )
-
-    @property
-    def top(self) -> Branch[Key]:
-        """What was found: by the last walk that has come to its end, or by the first one so far."""
-        return self._finished if self._finished is not None else self._heaviest.top()
 
     async def go_on(self, pace: Pace, until: float) -> None:
         """Walk on to the end, or until then, monotonic seconds."""
@@ -58,18 +52,70 @@ class View:
             for _ in range(STEP):
                 node = next(self._nodes, None)
                 if node is None:
-                    self._finished = self._heaviest.finish()
+                    self._end()
                     self.is_whole, self.as_of = True, self._began
-                    self._begin()
+                    self._start()
                     return
-                self._meet(node)
+                self.num_met += 1
+                if node.is_live:
+                    self._meet(node)
             await pace.rest()
             if self._clock.monotonic() >= until:
                 return
 
+    @abstractmethod
+    def _begin(self) -> None:
+        """A walk begins."""
+
+    @abstractmethod
     def _meet(self, node: Node) -> None:
-        if not node.is_live:
-            return
+        """The next node, which is in the tree; those above it were met before, if they have not changed since."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """All have been met."""
+
+
+class View(Round):
+    """The largest branches of the tree from one place, and the walk that renews the picture.
+
+    Args:
+        limit, max_depth: as `Heaviest` has them.
+    """
+
+    def __init__(
+        self,
+        tree: HiRadixTree,
+        clock: Clock,
+        key: Key,
+        *,
+        page_bytes: int,
+        limit: int = MAX_BRANCHES,
+        max_depth: int = MAX_DEPTH,
+    ) -> None:
+        self.shown: list[Key] = [key]
+        """What the last picture shows."""
+        self._tiers: Final = [*tree.tiers]
+        self._page_bytes: Final = page_bytes
+        self._limit: Final = limit
+        self._max_depth: Final = max_depth
+        self._finished: Branch[Key] | None = None
+        super().__init__(tree, clock, key)
+
+    def _begin(self) -> None:
+        self._heaviest: Heaviest[Key] = Heaviest(
+            self.key, self._numbers(self.key), limit=self._limit, max_depth=self._max_depth
+        )
+
+    def _end(self) -> None:
+        self._finished = self._heaviest.finish()
+
+    @property
+    def top(self) -> Branch[Key]:
+        """What was found: by the last walk that has come to its end, or by the first one so far."""
+        return self._finished if self._finished is not None else self._heaviest.top()
+
+    def _meet(self, node: Node) -> None:
         heaviest, above = self._heaviest, node.parent
         # A node that was split meanwhile hangs on one that the walk has not met.
         while above is not None and not heaviest.is_open(above):
@@ -105,18 +151,3 @@ class View:
             "tiers": {str(tier): count for tier, count in zip(self._tiers, by_tier, strict=True) if count},
         }  # fmt: skip
 
-
-def _nodes_below(tree: HiRadixTree, key: Key) -> Iterator[Node]:
-    """All nodes below, parents first. The tree may change between two of them."""
-    if isinstance(key, Node):
-        stack = [Siblings(key)]
-        while stack:
-            node = stack[-1].next()
-            if node is None:
-                stack.pop()
-            else:
-                yield node
-                stack.append(Siblings(node))
-        return
-    for batch in tree.walk(batch=STEP):
-        yield from [info.node for info in batch if key is None or info.namespace == key]

@@ -336,7 +336,8 @@ def test_uses_are_counted_along_the_path_and_kept_by_splits_and_joins() -> None:
     world.tree.touch(node, world.tick())
     other = world.insert([*prefix, *two]).node
     upper = node.parent
-    assert upper is other.parent is not None
+    assert upper is not None
+    assert upper is other.parent
     assert (upper.num_uses, node.num_uses, other.num_uses) == (3, 3, 0)
     world.tree.count_use(other)
     assert (upper.num_uses, node.num_uses, other.num_uses) == (4, 3, 1)

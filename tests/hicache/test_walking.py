@@ -10,7 +10,7 @@ from hicache.node import Node
 from hicache.sortedchunks import SortedChunks
 from hicache.tier import HOST
 from hicache.walking import BATCH, Siblings
-from tests.hicache.trees import World, sequence
+from tests.hicache.trees import World, make_namespace, sequence
 
 
 def wide(num_children: int) -> World:
@@ -103,3 +103,21 @@ def test_siblings_under_a_prefix_alone() -> None:
     alone = Siblings(root, only=one._key)
     assert (alone.next(), alone.next()) == (one, None)
     assert world.matched(sequence(1, 2)) == 0
+
+
+def test_all_nodes_or_those_of_a_namespace_or_below_one() -> None:
+    world = wide(200)
+    deep = world.insert([5, 6, 7]).node
+    other = make_namespace(1, tenant="other")
+    world.tree.insert(other, [9], tier=HOST, slots=world.slots(HOST, 1), now=2.0)
+    infos = {info.node: info for batch in world.tree.walk() for info in batch}
+    assert list(world.tree.nodes()) == list(infos)
+    assert [node.tenant for node in world.tree.nodes(other.digest)] == ["other"]
+    assert sum(1 for _ in world.tree.nodes(world.namespace.digest)) == len(infos) - 1
+    assert deep.parent is not None
+    assert list(world.tree.nodes(deep.parent)) == [deep]
+    assert list(world.tree.nodes(deep)) == list(world.tree.nodes(bytes(32))) == []
+    ends: dict[Node, int] = {}
+    assert {node: world.tree.info(node, ends) for node in infos} == infos
+    assert world.tree.own_tokens_of(deep, 1).tolist() == [6]
+    assert world.tree.own_tokens_of(deep, 9).tolist() == world.tree.own_tokens_of(deep).tolist() == [6, 7]
