@@ -107,6 +107,7 @@ def test_siblings_under_a_prefix_alone() -> None:
 
 def test_all_nodes_or_those_of_a_namespace_or_below_one() -> None:
     world = wide(200)
+    beside = world.insert([5, 8]).node
     deep = world.insert([5, 6, 7]).node
     other = make_namespace(1, tenant="other")
     world.tree.insert(other, [9], tier=HOST, slots=world.slots(HOST, 1), now=2.0)
@@ -115,7 +116,7 @@ def test_all_nodes_or_those_of_a_namespace_or_below_one() -> None:
     assert [node.tenant for node in world.tree.nodes(other.digest)] == ["other"]
     assert sum(1 for _ in world.tree.nodes(world.namespace.digest)) == len(infos) - 1
     assert deep.parent is not None
-    assert list(world.tree.nodes(deep.parent)) == [deep]
+    assert list(world.tree.nodes(deep.parent)) == [deep, beside]
     assert list(world.tree.nodes(deep)) == list(world.tree.nodes(bytes(32))) == []
     ends: dict[Node, int] = {}
     assert {node: world.tree.info(node, ends) for node in infos} == infos
