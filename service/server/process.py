@@ -288,9 +288,15 @@ async def serving(
             await server.finish()
 
 
-async def run(config: ServeConfig, *, ready: Callable[[Server], None], decode: Decode | None = None) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves; for
-    `decode` see `serving`.
+async def run(
+    config: ServeConfig,
+    *,
+    ready: Callable[[Server], None],
+    stopping: Callable[[Server], None],
+    decode: Decode | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP, or until told to drain; then stop. `ready` is called once it serves,
+    `stopping` as it begins to stop; for `decode` see `serving`.
 
     For the main thread of a process of its own: it sets the umask and signal handlers, and tells systemd, where it was
     started by that, when it is ready, that it is alive, and when it stops. Raises as `serving` does.
@@ -319,6 +325,7 @@ async def run(config: ServeConfig, *, ready: Callable[[Server], None], decode: D
         ready(server)
         await server.stopping.wait()
         supervisor.tell(STOPPING)
+        stopping(server)
         if alive is not None:
             alive.cancel()
 

@@ -1,14 +1,12 @@
 """`hicache completion`: shells complete with it, in the way that its help says to install it."""
 
-import argparse
+import json
 import os
 import pty
 import re
 import select
 import subprocess
 from collections.abc import Callable
-from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from shutil import which
 from time import monotonic
@@ -17,6 +15,7 @@ from typing import Final
 import pytest
 
 from hicache.tools.cli import COMMANDS, main
+from tests.tools.served import check_schema
 
 WAIT_S: Final = 30.0
 HOME: Final = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "TERM": "dumb"}
@@ -131,13 +130,21 @@ def test_help_has_examples_statuses_and_short_lines(name: str, capsys: pytest.Ca
     assert "exit status: 0 " in shown
 
 
-def test_every_command_with_json_has_a_schema() -> None:
-    schemas = {file.name.removesuffix(".json") for file in (files("hicache.tools") / "schemas").iterdir()}
-    with_json = set()
-    for name in COMMANDS:
-        parser = argparse.ArgumentParser(prog=name)
-        import_module(f"hicache.tools.commands.{name}").configure(parser)
-        if "--json" in parser.format_help():
-            with_json.add(name)
-    assert with_json == schemas
-    assert {*COMMANDS} - with_json == {"serve", "completion"}
+def test_the_words_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    check_schema("completion", told)
+    assert (told["shell"], told["script"]) == (None, None)
+    assert {name: words["summary"] for name, words in told["commands"].items()} == COMMANDS
+    assert told["commands"]["evict"]["values"] == {"--tier": ["host", "nvme"]}
+    assert told["commands"]["trace"]["operands"] == ["record"]
+    text = script("fish", capsys)
+    assert main(["completion", "fish", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    check_schema("completion", told)
+    assert (told["shell"], told["script"]) == ("fish", text)
+
+
+def test_no_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 2
+    assert capsys.readouterr() == ("", "hicache completion: name a shell: bash, zsh, fish\n")

@@ -1,19 +1,21 @@
 """`hicache completion`: what makes a shell complete commands, options and file names."""
 
 import argparse
+import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Final
 
 from hicache.tools.cli import COMMANDS
-from hicache.tools.exits import Exit
+from hicache.tools.exits import Exit, UsageProblem
 
 _EPILOG: Final = """\
 examples:
   hicache completion bash > ~/.local/share/bash-completion/completions/hicache
   hicache completion zsh > ~/.zfunc/_hicache      (with ~/.zfunc in fpath)
   hicache completion fish > ~/.config/fish/completions/hicache.fish
+  hicache completion --json      (the words themselves, for another shell)
 
 exit status: 0 printed; 2 bad usage
 """
@@ -23,12 +25,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = "Prints the completion of a shell, made from the commands and options of this hicache."
     parser.epilog = _EPILOG
-    parser.add_argument("shell", choices=tuple(_SCRIPTS), help="which shell")
+    parser.add_argument("shell", nargs="?", choices=tuple(_SCRIPTS), help="which shell; may be left out with --json")
+    parser.add_argument("--json", action="store_true", help="print JSON instead: commands, options and their words")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
-    print(_SCRIPTS[args.shell]({name: _words(name) for name in COMMANDS}), end="")
+    commands = {name: _words(name) for name in COMMANDS}
+    if args.shell is None and not args.json:
+        raise UsageProblem(f"name a shell: {', '.join(_SCRIPTS)}")
+    script = _SCRIPTS[args.shell](commands) if args.shell is not None else None
+    if args.json:
+        told = {name: {"summary": COMMANDS[name], **asdict(words)} for name, words in commands.items()}
+        print(json.dumps({
+            "format": "hicache-completion", "version": 1, "shell": args.shell, "script": script, "commands": told,
+        }, indent=2))  # fmt: skip
+    else:
+        print(script, end="")
     return Exit.OK
 
 

@@ -6,17 +6,14 @@ import logging
 import os
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hicache.errors import BadRequest
 from hicache.tools.exits import Exit, UsageProblem
+from hicache.tools.serve_states import States
 from hicache.tools.terminal import printable
 from hicache.tools.tokenizer import decoder
-
-if TYPE_CHECKING:
-    from hicache.service.server.process import Server
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 _DESCRIPTION: Final = """\
@@ -63,6 +60,10 @@ against writing: engines get a descriptor that was opened for reading, which a p
 server's own user, or root's, could open anew. So it is for engines of another user, in the group
 that socket_group names, or for such as are trusted not to do that.
 
+With --json standard output has an object a line, with a "state" each: "starting"; "serving" with
+the sockets, addresses (the page's has its token), sizes of tiers and how many prefixes came
+back; "stopping"; "stopped". What goes wrong stands on standard error, as ever.
+
 SIGTERM and SIGINT stop it: sessions that hold something have drain_s seconds to finish,
 then everything is given back. A second signal ends it at once; what was promised as
 durable is kept either way.
@@ -96,6 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the file")
     parser.add_argument("--check", action="store_true", help="check the settings and do nothing")
     parser.add_argument("--verbose", action="store_true", help="log sessions as they begin and end")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON at each change of state; see below")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,27 +113,21 @@ def run(args: argparse.Namespace) -> int:
     except BadRequest as error:
         raise UsageProblem(printable(str(error), 400)) from None
     decode = decoder(config.http_tokenizer) if config.http_tokenizer is not None else None
+    states = States(config, as_json=args.json)
     if args.check:
-        print("the settings are good")
+        states.checked()
         return Exit.OK
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING, format="hicache serve: %(message)s"
     )
     from hicache.service.server.process import run as serve
 
-    def ready(server: "Server") -> None:
-        also = ""
-        if config.tcp is not None and server.tcp_port is not None:
-            address = replace(config.tcp.address, port=server.tcp_port)
-            also = f" and {'tcp' if config.tcp.cert is None else 'tls'}://{address}"
-        if server.dashboard is not None:
-            also += f" and {server.dashboard.url}"
-        print(f"serving at {printable(os.fspath(config.socket_dir), 400)}{also}", flush=True)
-
+    states.starting()
     try:
-        asyncio.run(serve(config, ready=ready, decode=decode))
+        asyncio.run(serve(config, ready=states.serving, stopping=states.stopping, decode=decode))
     except BadRequest as error:
         raise UsageProblem(printable(str(error), 400)) from None
+    states.stopped()
     return Exit.OK
 
 
