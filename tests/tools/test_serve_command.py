@@ -26,10 +26,10 @@ TOKENS: Final = range(2 * PAGE)
 @contextmanager
 def serving(directory: Path, *options: str, output: int = subprocess.PIPE) -> "Iterator[subprocess.Popen[bytes]]":
     """`hicache serve` on an NVMe tier of its own; ended if the block does not end it."""
-    nvme: dict[str, Any] = {"nvme__dir": f'"{directory / "nvme"}"', "nvme__bytes": 64 * LAYOUT.page_bytes, "metrics__port": 0}
+    more: dict[str, Any] = {"nvme__dir": f'"{directory / "nvme"}"', "nvme__bytes": 64 * LAYOUT.page_bytes}
     with subprocess.Popen(
         [sys.executable, "-m", "hicache.tools", "serve", "--socket-dir", str(directory / "run"),
-         *arguments(**nvme), *options],
+         *arguments(metrics__port=0, **more), *options],
         cwd=ROOT, stdout=output, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
