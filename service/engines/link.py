@@ -26,7 +26,8 @@ CONNECT_S: Final = 3.0
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_REFUSALS: Final = (Forbidden, VersionMismatch, LayoutMismatch, BadRequest)
+_REFUSED: Final = (Forbidden, VersionMismatch, LayoutMismatch)
+"""What is wrong with a session as a whole."""
 _LOST: Final = (Unreachable, DeadlineExceeded, Draining)
 _MENDS: Final[tuple[tuple[type[HicacheError], str], ...]] = (
     (Unreachable, "is a sidecar running there? start one with `hicache serve`"),
@@ -54,6 +55,8 @@ class Link:
         self._lock: Final = threading.Lock()
         self._client: Client | None = None
         self._said = ""
+        self._bad_fields: Final[set[str]] = set()
+        """What requests were refused for, each of which is said once."""
         self._closing: Final = threading.Event()
         self._thread: threading.Thread | None = None
         try:
@@ -82,15 +85,19 @@ class Link:
             return None
 
     def failed(self, client: Client, error: HicacheError) -> None:
-        """A call of `client` raised: if nobody answers, none is made until somebody does."""
+        """A call of `client` raised: if nobody answers, none is made until somebody does. What is wrong with a request
+        costs no other one its hits."""
         # Each salt, adapter and picture is a namespace: a session that may have no more of them is begun anew.
         is_full = isinstance(error, LimitReached) and error.field == "max_namespaces"
-        if is_full or isinstance(error, (*_LOST, *_REFUSALS)):
+        if is_full or isinstance(error, (*_LOST, *_REFUSED)):
             with self._lock:
                 if self._client is not client:
                     return
                 self._client = None
             self._lose(error, client)
+        elif isinstance(error, (BadRequest, LimitReached)) and error.field not in self._bad_fields:
+            self._bad_fields.add(error.field)
+            _log.warning("hicache, %s: a request went without the cache, as others like it will: %s", self._name, error)
         else:
             _log.info("hicache: %s", error)
 
@@ -137,7 +144,7 @@ class Link:
     def _look(self, error: HicacheError, lost: Client | None) -> None:
         if lost is not None:
             lost.close()
-        while not self._closing.wait(REFUSED_RETRY_S if isinstance(error, _REFUSALS) else RETRY_S):
+        while not self._closing.wait(REFUSED_RETRY_S if isinstance(error, (*_REFUSED, BadRequest)) else RETRY_S):
             try:
                 client = self._connected()
             except HicacheError as again:
