@@ -108,8 +108,6 @@ def tried(case: Case, model: str, sockets: str, *, strict: bool) -> dict[str, An
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
 
-    from hicache.service.engines.vllm import HicacheConnector
-
     transfer = KVTransferConfig(
         kv_connector="HicacheConnector", kv_connector_module_path="hicache.service.engines.vllm", kv_role="kv_both",
         kv_connector_extra_config={"socket_dir": sockets, "strict": strict, "staging_bytes": 1 << 20, **case.config},
@@ -128,6 +126,9 @@ def tried(case: Case, model: str, sockets: str, *, strict: bool) -> dict[str, An
         for name, value in case.patches:
             stack.enter_context(patch(name, value))
         try:
+            # As vLLM does it: what it gets depends on its release.
+            from hicache.service.engines.vllm import HicacheConnector
+
             kv = groups(case)
             scheduler = HicacheConnector(vllm_config, KVConnectorRole.SCHEDULER, kv)
             stack.callback(scheduler.shutdown)

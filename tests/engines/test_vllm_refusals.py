@@ -78,7 +78,8 @@ def test_it_starts_without_a_cache_and_says_once_what_mends_it(answers: dict[str
     lax = answers[name]["lax"]
     assert lax["raised"] is None
     assert lax["matched"] in ([0, False], [0, True])
-    assert lax["freed"], "blocks that were to be saved would be kept for ever"
+    # To a connector of another release than hicache's own, which does nothing, none are given to save.
+    assert lax["freed"] or name == "release", "blocks that were to be saved would be kept for ever"
     # A side that goes on asking for its sidecar says for itself that it has none.
     ours = [line for line in lax["lines"] if "hicache" in line]
     assert len({line.partition(": ")[0] for line in ours}) == len(ours), ours

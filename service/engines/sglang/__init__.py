@@ -12,6 +12,7 @@ The files, in the order in which a page meets them:
     settings.py       what the extra configuration may say
     identity.py       which pages may be this engine's: the namespace of each pool
     pools.py          a host pool's pages as ranges of memory
+    refused.py        a backend that has nothing, for other releases of SGLang than those that this one was run with
 
 Beside this package: `objects` keeps pages by their keys in the sidecar, `ranges` copies them.
 
@@ -23,6 +24,9 @@ before it need not be cached, as SGLang asks for pages in the middle of a prompt
 
 from typing import TYPE_CHECKING, Any
 
+from hicache.errors import BadRequest
+from hicache.service.engines.sglang.identity import check_version
+
 if TYPE_CHECKING:
     from hicache.service.engines.sglang.storage import HicacheStorage
 
@@ -31,8 +35,16 @@ __all__ = ["HicacheStorage"]
 
 def __getattr__(name: str) -> Any:
     # The files beside the backend are used, and tested, where there is no SGLang.
-    if name == "HicacheStorage":
-        from hicache.service.engines.sglang.storage import HicacheStorage
+    if name != "HicacheStorage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sglang.version import __version__
 
-        return HicacheStorage
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        check_version(__version__)
+    except BadRequest as error:
+        from hicache.service.engines.sglang.refused import refused
+
+        return refused(error)
+    from hicache.service.engines.sglang.storage import HicacheStorage
+
+    return HicacheStorage

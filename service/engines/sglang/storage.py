@@ -20,7 +20,7 @@ from hicache.layout import KVLayout
 from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.objects import Objects
 from hicache.service.engines.ranges import Page
-from hicache.service.engines.sglang.identity import Identity, check_version, layout_of, weights_of
+from hicache.service.engines.sglang.identity import Identity, layout_of, weights_of
 from hicache.service.engines.sglang.pools import Pool, tensor_page
 from hicache.service.engines.sglang.settings import Settings
 
@@ -66,7 +66,6 @@ class HicacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             _log.warning("hicache: this engine runs without the cache, or a part of it: %s", error)
 
     def _identify(self) -> None:
-        check_version(__version__)
         try:
             arguments = get_server_args()
         except ValueError:  # a pool that somebody drives without a server

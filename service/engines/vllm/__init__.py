@@ -20,6 +20,10 @@ and where vLLM offloads to host memory itself, with the sidecar below it:
     tier.py           `HicacheTier`, the sidecar as a secondary tier
     chunks.py         which chunks may be an engine's
 
+and in other releases of vLLM than those that it was run with:
+
+    refused.py        a connector that does nothing
+
 `machine.py` says what the machine decides about the bytes of a block. Beside this package, for all engines: `link` is
 the session with the sidecar, and doing without; `weights` digests a model's files; `settings` is what every engine may
 be told; `objects` keeps pages by keys, and `ranges` copies them.
@@ -29,6 +33,9 @@ Nothing here makes a request fail or wait for more than its time: what cannot be
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+
+from hicache.errors import BadRequest
+from hicache.service.engines.vllm.identity import check_version
 
 if TYPE_CHECKING:
     from hicache.service.engines.vllm.connector import HicacheConnector
@@ -47,6 +54,14 @@ _MODULES: Final = {
 
 def __getattr__(name: str) -> Any:
     # The files beside these are used, and tested, where there is no vLLM.
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import vllm
+
+    try:
+        check_version(vllm.__version__)
+    except BadRequest as error:
+        from hicache.service.engines.vllm.refused import refused
+
+        return refused(name, error)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -19,7 +19,7 @@ from hicache.errors import HicacheError
 from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.vllm.blocks import Blocks
 from hicache.service.engines.vllm.events import Announcements, SavedPage, SavedPages
-from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, check_version, format_of
+from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, format_of
 from hicache.service.engines.vllm.machine import machine_of
 from hicache.service.engines.vllm.metrics import HicachePromMetrics, HicacheStats
 from hicache.service.engines.vllm.plan import Load, Plan, Results
@@ -67,7 +67,6 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._unsaved: set[str] = set()
         """Requests that such a worker was to save: vLLM keeps their blocks until it says that they are read."""
         try:
-            check_version(vllm.__version__)
             check_parallel(vllm_config.parallel_config)
             self._groups = Groups.of(kv_cache_config)
             self._groups.layout()  # what cannot be a page is told here, not by each worker

@@ -37,7 +37,6 @@ from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.objects import Objects
 from hicache.service.engines.ranges import Page, Part, address_of
 from hicache.service.engines.vllm.chunks import chunk_bytes, namespace_of
-from hicache.service.engines.vllm.identity import check_version
 from hicache.service.engines.vllm.machine import kind_of_machine
 from hicache.service.engines.vllm.settings import Settings
 
@@ -146,7 +145,6 @@ class HicacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             _log.warning("hicache: this engine runs without the cache: %s", error)
 
     def _begin(self, spec: Any) -> None:
-        check_version(vllm.__version__)
         namespace = namespace_of(
             spec,
             identity=self._settings.identity,
