@@ -42,7 +42,7 @@ class Limits:
     max_tokens: int = 1 << 20
     """Tokens of one prompt."""
     max_namespaces: int = 1024
-    """Namespaces that a session may register."""
+    """Namespaces of a session; the one that was used longest ago goes first, and its client registers it again."""
     max_handles: int = 1024
     """Node handles of a session; the one that was used longest ago goes first."""
     max_leases: int = 1024

@@ -6,6 +6,7 @@
         ├── Forbidden          the user or its secret is not accepted
         ├── LimitReached       a bound of the session or of the server
         ├── UnknownHandle      what a handle named has left the cache: send the tokens
+        ├── UnknownNamespace   the session's number of it was let go: register it again
         ├── LayoutMismatch     the server keeps pages of another layout
         ├── VersionMismatch    server and client speak other protocols
         ├── Draining           the server is about to stop and takes nothing new
@@ -73,6 +74,13 @@ class UnknownHandle(ServiceError):
     """The prefix that a handle named has left the cache, or the handle is not this session's: send all tokens."""
 
     reason = "unknown_handle"
+
+
+class UnknownNamespace(ServiceError):
+    """The session has no namespace of this number, or no more: register it again, and send all tokens. The client does
+    both by itself."""
+
+    reason = "unknown_namespace"
 
 
 class LayoutMismatch(ServiceError):
@@ -151,6 +159,7 @@ WIRE: Final[Mapping[type[HicacheError], Wire]] = {
     Forbidden: Wire(_Code.PERMISSION_DENIED, pb.REASON_FORBIDDEN, _service(Forbidden)),
     LimitReached: Wire(_Code.RESOURCE_EXHAUSTED, pb.REASON_LIMIT, _service(LimitReached)),
     UnknownHandle: Wire(_Code.NOT_FOUND, pb.REASON_UNKNOWN_HANDLE, _service(UnknownHandle)),
+    UnknownNamespace: Wire(_Code.NOT_FOUND, pb.REASON_UNKNOWN_NAMESPACE, _service(UnknownNamespace)),
     LayoutMismatch: Wire(_Code.FAILED_PRECONDITION, pb.REASON_LAYOUT_MISMATCH, _service(LayoutMismatch)),
     VersionMismatch: Wire(_Code.FAILED_PRECONDITION, pb.REASON_VERSION_MISMATCH, _service(VersionMismatch)),
     Draining: Wire(_Code.UNAVAILABLE, pb.REASON_DRAINING, _service(Draining)),

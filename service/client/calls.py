@@ -28,13 +28,18 @@ from hicache.service.client.results import (
     Prefetched,
     reason_name,
 )
-from hicache.service.errors import UnknownHandle
+from hicache.service.errors import UnknownHandle, UnknownNamespace
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.wire import unpack_int32, unpack_int64
 from hicache.service.work import EngineWork
 
 MAX_ABANDONED: Final = 4096
 """Abandoned calls that one beat may name."""
+MAX_NAMESPACES: Final = 1024
+"""Numbers of namespaces that a client remembers. A server may let one go sooner, and is asked for it again then."""
+TRIES: Final = 4
+"""So often a call is made whose namespace the server has let go each time before the call came: other threads of the
+session register as many meanwhile as it may have."""
 MAX_WORK: Final = 4096
 """Reports of an engine that wait for the next beat; where there are more, the oldest are lost."""
 _NUMBERS: Final = count(1)
@@ -63,6 +68,7 @@ class Attachment:
     welcome: pb.Welcome
     memory: Memory
     namespaces: dict[tuple[Namespace, int], int] = field(default_factory=dict)
+    """Their numbers, at most `MAX_NAMESPACES`; what was registered first goes first."""
     durable_sequence: int = 0
     lost: set[int] = field(default_factory=set)
     """Promises of durability that were not kept."""
@@ -90,6 +96,18 @@ class Attachment:
         """Tell with the next beat what the engine has done. Raises `BadRequest`. Any thread may call."""
         work.check()
         self.work.append(work)
+
+    def called(self, prompt: Prompt, number: int) -> None:
+        """The server calls a prompt's namespace and rank by this number. Any thread may call."""
+        self.namespaces[prompt.namespace, prompt.rank] = number
+        if len(self.namespaces) > MAX_NAMESPACES:
+            oldest, *_ = list(self.namespaces)  # a copy, which is made in one step, whatever other threads do
+            self.namespaces.pop(oldest, None)
+
+    def let_go(self, prompt: Prompt, number: int) -> None:
+        """The server knows a prompt's namespace no more by this number. Any thread may call."""
+        if self.namespaces.get((prompt.namespace, prompt.rank)) == number:
+            self.namespaces.pop((prompt.namespace, prompt.rank), None)
 
     @contextmanager
     def numbered(self) -> Iterator[int]:
@@ -143,26 +161,37 @@ class Reserved:
 def _with_prefix(
     attachment: Attachment, prompt: Prompt, num_tokens: int, method: str, message: Any
 ) -> Steps[Any]:
-    """Make a call about the first tokens of a prompt; again with all of them if the server has forgotten the handle.
-    `message` has a prefix, which is filled in here."""
+    """Make a call about the first tokens of a prompt; again with all of them if the server has forgotten the handle, or
+    the namespace. `message` has a prefix, which is filled in here."""
     if not isinstance(prompt, Prompt):
         raise BadRequest("prompt", f"{type(prompt).__name__} is no Prompt")
+    prefix, failed = message.prefix, 0
+    while True:
+        prefix.namespace_id = yield from _namespace_of(attachment, prompt)
+        prefix.handle, tokens = prompt.since(attachment, num_tokens)
+        try:
+            return (yield Request(method, message, tokens))
+        except UnknownHandle:
+            if not prefix.handle:
+                raise
+        except UnknownNamespace:
+            failed += 1
+            if failed == TRIES:
+                raise
+            attachment.let_go(prompt, prefix.namespace_id)
+        prompt.forget()
+
+
+def _namespace_of(attachment: Attachment, prompt: Prompt) -> Steps[int]:
+    """What the session calls a prompt's namespace and rank."""
     # Asked of the prompt first: a namespace is long, and its hash costs more than all else here.
     number = prompt.number(attachment) or attachment.namespaces.get((prompt.namespace, prompt.rank), 0)
     if not number:
         register = pb.RegisterRequest(record=prompt.namespace.encode(), rank=prompt.rank)
         number = (yield Request("Register", register)).namespace_id
-        attachment.namespaces[prompt.namespace, prompt.rank] = number
+        attachment.called(prompt, number)
     prompt.called(attachment, number)
-    prefix = message.prefix
-    prefix.namespace_id = number
-    prefix.handle, tokens = prompt.since(attachment, num_tokens)
-    try:
-        return (yield Request(method, message, tokens))
-    except UnknownHandle:
-        prompt.forget()
-        prefix.handle, tokens = prompt.since(attachment, num_tokens)
-        return (yield Request(method, message, tokens))
+    return number
 
 
 def lookup(attachment: Attachment, prompt: Prompt) -> Steps[Lookup]:

@@ -53,8 +53,9 @@ class Prompt:
             self._session, self._handle = session, (handle, num_tokens)
 
     def forget(self) -> None:
-        """What the server named has left its cache: the next call sends all tokens."""
+        """What the server named has left its cache, or is not known any more: the next call sends all there is."""
         self._session, self._handle = None, (0, 0)
+        self._number = (None, 0)
 
     def since(self, session: object, num_tokens: int) -> tuple[int, memoryview]:
         """The first `num_tokens` tokens as a session can be told: a handle, 0 for the root, and the packed ids behind

@@ -26,6 +26,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_VERSION_MISMATCH: _ClassVar[Reason]
     REASON_DRAINING: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
+    REASON_UNKNOWN_NAMESPACE: _ClassVar[Reason]
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -69,6 +70,7 @@ REASON_LAYOUT_MISMATCH: Reason
 REASON_VERSION_MISMATCH: Reason
 REASON_DRAINING: Reason
 REASON_INTERNAL: Reason
+REASON_UNKNOWN_NAMESPACE: Reason
 TIER_NONE: Tier
 TIER_HOST: Tier
 TIER_NVME: Tier

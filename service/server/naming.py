@@ -23,6 +23,8 @@ from hicache.tree import Match
 
 MAX_RANKS: Final = 64
 """Most parallel ranks of one engine."""
+MAX_RECORDS_BYTES: Final = 2 << 20
+"""Records of one session's namespaces, each counted once a rank. In memory they are a few times as long."""
 _RANK: Final = b"hicache-rank\0"
 _INT32: Final = np.dtype("<i4")
 
@@ -38,7 +40,8 @@ class Names:
     # -- namespaces ---------------------------------------------------------------------------------------------------
 
     def register(self, session: Session, request: pb.RegisterRequest) -> int:
-        """The number of a namespace in the session's calls, from 1. Raises `BadRequest`, `LayoutMismatch`,
+        """The number of a namespace in the session's calls, from 1. Those that were used longest ago make room for it:
+        what is lent or being written holds its namespace itself. Raises `BadRequest`, `LayoutMismatch`,
         `LimitReached`."""
         named = Namespace.decode(request.record)
         if named.tenant:
@@ -52,20 +55,34 @@ class Names:
             raise LimitReached(f"{named.num_ranks} parallel ranks are more than {MAX_RANKS}", field="record")
         if request.rank >= named.num_ranks:
             raise BadRequest("rank", f"{request.rank} is not within 0 to {named.num_ranks - 1}")
-        named = replace(named, tenant=session.tenant)
-        for number, known in enumerate(session.namespaces, start=1):
-            if (known.named, known.rank) == (named, request.rank):
-                return number
-        if len(session.namespaces) >= self._limits.max_namespaces:
-            raise LimitReached(f"{len(session.namespaces)} are all that there may be", field="max_namespaces")
-        session.namespaces.append(Registered(named, request.rank, _ranks_of(named)))
-        return len(session.namespaces)
+        named = replace(named, tenant=session.tenant, layout=self._cache.layout)  # an equal one, which all share
+        known = session.namespace_numbers.get((named, request.rank))
+        if known is not None:
+            session.namespaces.move_to_end(known)
+            return known
+        num_bytes = len(request.record) * named.num_ranks
+        if num_bytes > MAX_RECORDS_BYTES:
+            problem = f"{num_bytes} bytes, counted once a rank, are more than {MAX_RECORDS_BYTES}"
+            raise LimitReached(problem, field="record")
+        registered = Registered(named, request.rank, _ranks_of(named), num_bytes)
+        while (
+            len(session.namespaces) >= self._limits.max_namespaces
+            or session.namespace_bytes + num_bytes > MAX_RECORDS_BYTES
+        ):
+            _, gone = session.namespaces.popitem(last=False)
+            del session.namespace_numbers[gone.named, gone.rank]
+            session.namespace_bytes -= gone.num_bytes
+        session.num_registered += 1
+        session.namespaces[session.num_registered] = registered
+        session.namespace_numbers[named, request.rank] = session.num_registered
+        session.namespace_bytes += num_bytes
+        return session.num_registered
 
     # -- prefixes -----------------------------------------------------------------------------------------------------
 
     def resolve(self, session: Session, prefix: pb.Prefix) -> tuple[Namespace, Tokens]:
         """What a prefix means: the namespace of the session's rank, and all token ids. Raises `BadRequest`,
-        `UnknownHandle`, `LimitReached`."""
+        `UnknownNamespace`, `UnknownHandle`, `LimitReached`."""
         registered, node, num_known, tokens = self._parts(session, prefix)
         return registered.own, self._joined(node, num_known, tokens)
 
@@ -127,7 +144,10 @@ class Names:
     # -- handles ------------------------------------------------------------------------------------------------------
 
     def handle(self, session: Session, namespace_id: int, node: Node, num_pages: int) -> int:
-        """Name the first `num_pages` pages on the path to a node, which reaches as far, to the session."""
+        """Name the first `num_pages` pages on the path to a node, which reaches as far, to the session; 0 where the
+        namespace was let go while the call waited."""
+        if namespace_id not in session.namespaces:
+            return 0
         last = next(reversed(session.handles), None)
         if last is not None and session.handles[last] == Handle(namespace_id, node, num_pages):
             return last
@@ -138,9 +158,14 @@ class Names:
         return number
 
     def forget(self, session: Session) -> None:
-        """Let go of nodes that have left the tree: they keep memory for as long as something names them."""
-        for number in [each for each, handle in session.handles.items() if not handle.node.is_live]:
-            handle = session.handles[number]
+        """Let go of nodes that have left the tree, as they keep memory for as long as something names them, and of
+        handles whose namespace has gone."""
+        for number, handle in list(session.handles.items()):
+            if handle.namespace_id not in session.namespaces:
+                del session.handles[number]
+                continue
+            if handle.node.is_live:
+                continue
             node = self._cache.tree.current(handle.node)
             if node is None:
                 del session.handles[number]

@@ -11,6 +11,7 @@ from hicache.errors import BadRequest
 from hicache.lease import Lease, Pin
 from hicache.namespace import Namespace
 from hicache.node import Node
+from hicache.service.errors import UnknownNamespace
 from hicache.service.server.intake import AT_ONCE
 from hicache.service.server.promises import Promises
 from hicache.service.server.staging import Staging
@@ -30,6 +31,8 @@ class Registered:
     rank: int
     ranks: tuple[Namespace, ...]
     """What each rank's pages are stored under."""
+    num_bytes: int
+    """Of its record, counted once a rank."""
 
     @property
     def own(self) -> Namespace:
@@ -106,7 +109,14 @@ class Session:
     """Arena pages that leases and reservations keep in place."""
     num_pinned: int = 0
     """Pages that pins keep in the cache."""
-    namespaces: list[Registered] = field(default_factory=list)
+    namespaces: OrderedDict[int, Registered] = field(default_factory=OrderedDict)
+    """By number; the one that was used longest ago is the first."""
+    namespace_numbers: dict[tuple[Namespace, int], int] = field(default_factory=dict)
+    """The same by name and rank."""
+    namespace_bytes: int = 0
+    """Of their records."""
+    num_registered: int = 0
+    """Namespaces since the session began; the last one's number."""
     handles: OrderedDict[int, Handle] = field(default_factory=OrderedDict)
     calls: dict[int, int] = field(default_factory=dict)
     """What was lent to which call of the client's numbering, while it lasts."""
@@ -138,7 +148,12 @@ class Session:
         return not (self.leases or self.reservations or self.num_calls or self.promises.num_open)
 
     def registered(self, namespace_id: int) -> Registered:
-        """A namespace that was registered. Raises `BadRequest`."""
-        if not 1 <= namespace_id <= len(self.namespaces):
-            raise BadRequest("prefix.namespace_id", f"{namespace_id} was not registered by this session")
-        return self.namespaces[namespace_id - 1]
+        """A namespace of the session, which is used now. Raises `BadRequest`, `UnknownNamespace`."""
+        if not namespace_id:
+            raise BadRequest("prefix.namespace_id", "is missing")
+        registered = self.namespaces.get(namespace_id)
+        if registered is None:
+            problem = f"{namespace_id} was not registered by this session, or was let go since"
+            raise UnknownNamespace(problem, field="prefix.namespace_id")
+        self.namespaces.move_to_end(namespace_id)
+        return registered

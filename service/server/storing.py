@@ -146,7 +146,7 @@ class Storing:
             if lease.node is not None:
                 cache.tree.touch(lease.node, now)
             reservation, reason = await self._take_room(
-                session, request.prefix.namespace_id, tokens, first_page, lease, deadline
+                session, request.prefix.namespace_id, namespace, tokens, first_page, lease, deadline
             )
         except BaseException:
             cache.release(lease)
@@ -163,7 +163,14 @@ class Storing:
         )
 
     async def _take_room(
-        self, session: Session, namespace_id: int, tokens: Tokens, first_page: int, lease: Lease, deadline: float
+        self,
+        session: Session,
+        namespace_id: int,
+        namespace: Namespace,
+        tokens: Tokens,
+        first_page: int,
+        lease: Lease,
+        deadline: float,
     ) -> tuple[Reservation | None, "pb.Reason"]:
         """Slots for the pages from `first_page` on, as many as can be had, and why they are fewer."""
         cache, sessions, staging = self.cache, self.sessions, session.staging
@@ -199,7 +206,6 @@ class Storing:
             staging_slots, reason = staging_slots[: len(slots)], pb.REASON_NO_ROOM
         # A copy: `tokens` may be a view of the whole message.
         kept = tokens[: (first_page + len(slots)) * cache.layout.page_size].copy()
-        namespace = session.registered(namespace_id).own
         reservation = Reservation(
             namespace_id, namespace, kept, first_page, self._identities(namespace, kept, first_page, lease),
             slots, staging_slots, lease,

@@ -86,7 +86,7 @@ def test_a_look_up_that_fails_is_answered_so_and_the_stream_goes_on(tmp_path: Pa
     """I31, I32."""
     tokens = wire.pack_int32(range(PAGE))
     wrong: list[tuple[dict[str, Any], str, str]] = [
-        ({"namespace_id": 2}, "bad_request", "prefix.namespace_id"),
+        ({"namespace_id": 2}, "unknown_namespace", "prefix.namespace_id"),
         ({"tokens": b"abc"}, "bad_request", "prefix.tokens"),
         ({"handle": 77, "tokens": tokens}, "unknown_handle", "prefix.handle"),
         ({"tokens": bytes(4 * 5000)}, "limit", "max_tokens"),
@@ -102,7 +102,7 @@ def test_a_look_up_that_fails_is_answered_so_and_the_stream_goes_on(tmp_path: Pa
             assert not answers[number].HasField("lookup")
         assert answers[2**64 - 1].lookup.num_tokens == PAGE
         assert not answers[2**64 - 1].HasField("error")
-        assert _num_lookups(server) == {"INVALID_ARGUMENT": 2, "NOT_FOUND": 1, "RESOURCE_EXHAUSTED": 1, "OK": 1}
+        assert _num_lookups(server) == {"INVALID_ARGUMENT": 1, "NOT_FOUND": 2, "RESOURCE_EXHAUSTED": 1, "OK": 1}
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,9 @@ def test_tokens_that_are_none(raw: Raw) -> None:
         for tokens in (b"abc", _ids(-1) * PAGE, _ids(*range(PAGE - 1), -(2**31))):
             assert raw.refused(method, kind(prefix=_prefix(tokens))) == "bad_request"
         assert raw.refused(method, kind(prefix=_prefix(_ids(1) * 4097))) == "limit"
-        for other in (0, 2, 2**32 - 1):
-            assert raw.refused(method, kind(prefix=_prefix(namespace_id=other))) == "bad_request"
+        for other in (2, 2**32 - 1, 2**64 - 1):
+            assert raw.refused(method, kind(prefix=_prefix(namespace_id=other))) == "unknown_namespace"
+        assert raw.refused(method, kind(prefix=_prefix(namespace_id=0))) == "bad_request"
         assert raw.refused(method, kind(prefix=_prefix(handle=7))) == "unknown_handle"
         assert raw.refused(method, kind()) == "bad_request"
 

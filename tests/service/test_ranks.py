@@ -64,7 +64,7 @@ def test_one_rank_that_loses_a_part_shortens_the_prompt_for_all(tmp_path: Path) 
         for prompt in prompts:
             store(client, TOKENS, prompt=prompt)
         (session,) = server.call(lambda inside: list(inside.sessions))
-        theirs = session.namespaces[1].own
+        theirs = session.namespaces[2].own
         assert server.call(lambda inside: inside.cache.flush(theirs)) == 0
         assert [client.lookup(prompt).num_tokens for prompt in prompts] == [0, 0]
 

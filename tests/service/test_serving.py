@@ -318,8 +318,8 @@ def test_a_session_has_its_own_bounds(tmp_path: Path) -> None:
     """I24: leases are counted, and what is kept in place is bounded, each before anything is allocated."""
     with (
         thread_server(
-            tmp_path, limits__max_leases=2, limits__leased_share=0.125, limits__max_namespaces=1,
-            limits__max_tokens=20 * PAGE, limits__max_sessions=1,
+            tmp_path, limits__max_leases=2, limits__leased_share=0.125, limits__max_tokens=20 * PAGE,
+            limits__max_sessions=1,
         ) as server,
         connect(server.directory) as client,
     ):  # fmt: skip
@@ -333,8 +333,6 @@ def test_a_session_has_its_own_bounds(tmp_path: Path) -> None:
                 client.acquire(Prompt(NAMESPACE, tokens))
         with pytest.raises(LimitReached, match="max_tokens"):
             client.lookup(Prompt(NAMESPACE, range(20 * PAGE + 1)))
-        with pytest.raises(LimitReached, match="max_namespaces"):
-            client.lookup(Prompt(Namespace(model="another", layout=LAYOUT), [1]))
         with pytest.raises(LimitReached, match="max_sessions"):
             connect(server.directory)
         assert check(client, tokens) == 4 * PAGE

@@ -61,7 +61,7 @@ def test_a_page_that_changed_in_the_arena_is_found_when_it_comes_back_from_nvme(
 def _damage_a_slot(inside: Any) -> None:
     """Flip a bit of the third page in the arena."""
     (session,) = inside.sessions
-    (node,) = inside.cache.tree.match(session.namespaces[0].own, range(PAGE)).nodes
+    (node,) = inside.cache.tree.match(session.namespaces[1].own, range(PAGE)).nodes
     inside.cache.tiers[HOST].view(int(node.slots(HOST)[2]))[17] ^= 1
 
 
