@@ -87,9 +87,7 @@ class Link:
     def failed(self, client: Client, error: HicacheError) -> None:
         """A call of `client` raised: if nobody answers, none is made until somebody does. What is wrong with a request
         costs no other one its hits."""
-        # Each salt, adapter and picture is a namespace: a session that may have no more of them is begun anew.
-        is_full = isinstance(error, LimitReached) and error.field == "max_namespaces"
-        if is_full or isinstance(error, (*_LOST, *_REFUSED)):
+        if isinstance(error, (*_LOST, *_REFUSED)):
             with self._lock:
                 if self._client is not client:
                     return
