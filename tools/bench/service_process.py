@@ -91,7 +91,7 @@ async def serve(socket_dir: Path, page_layout: KVLayout, host_bytes: int) -> Non
         def ready(_: Server) -> None:
             tasks.create_task(echo(socket_dir, config.limits.max_tokens))
 
-        await run(config, ready=ready)
+        await run(config, ready=ready, stopping=lambda _: None)
 
 
 async def echo(socket_dir: Path, max_tokens: int) -> None:
