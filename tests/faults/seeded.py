@@ -83,7 +83,7 @@ class SeededLanes(Lanes):
     def submit_anywhere(self, job: Job) -> bool:
         if self._stopping:
             return False
-        job.run(self._own_scratch())
+        self._run_whole(job)
         job.land(None)
         return True
 
@@ -99,8 +99,13 @@ class SeededLanes(Lanes):
             self._memory = self._scratch()
         return self._memory
 
+    def _run_whole(self, job: Job) -> None:
+        rest = job.run(self._own_scratch())
+        if rest is not None:
+            rest()
+
     def _run(self, job: Job, loop: SeededLoop) -> None:
-        job.run(self._own_scratch())
+        self._run_whole(job)
         loop.call_later(loop.delay(), self._report, job)
 
     def _report(self, job: Job) -> None:

@@ -19,7 +19,6 @@ from typing import Final
 import numpy as np
 
 from hicache.tiers.nvme.geometry import BLOCK, PageShape, round_up
-from hicache.tiers.nvme.turns import Turns
 
 MAX_STALLS: Final = 64
 """Calls in a row without progress (interrupted, or less than a block moved) before a transfer is given up."""
@@ -259,9 +258,7 @@ class Scratch:
     """Aligned memory of one lane thread: page headers, last blocks and encoded pages of a run, and one page for buffers
     that are not aligned. Takes memory only where it is used."""
 
-    def __init__(self, shape: PageShape, max_run_pages: int, turns: Turns | None = None) -> None:
-        self.turns: Final = Turns() if turns is None else turns
-        """What this lane shares with others of its kind."""
+    def __init__(self, shape: PageShape, max_run_pages: int) -> None:
         header_bytes = shape.header_bytes
         headers = aligned_buffer(header_bytes * max_run_pages)
         tails = aligned_buffer(BLOCK * max_run_pages)

@@ -7,6 +7,11 @@ threads through one queue, finished jobs into a deque, and the loop is woken **o
     submit(job)   -- queue -->  job.run(scratch)
     job.land()    <-- deque --  append; wake the loop unless somebody has already
 
+What a job has left to do without the device goes to a *finisher*, a thread that does only that, with the scratch memory
+that the job has; its lane takes spare memory and begins the next job at once. A device ends transfers in bunches. So it
+has the next ones as soon as the lanes have woken up, and not when those of the first of them have been checked, on the
+cores that the other lanes wait for. Where no job waits, the lane has nothing better to do than to finish its own.
+
 `submit` and `stop` are called by the loop, `submit_anywhere` and `busy_since` by any thread.
 """
 
@@ -15,6 +20,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final, Protocol
 
@@ -30,23 +36,38 @@ _log = logging.getLogger(__name__)
 class Job(Protocol):
     """One piece of blocking work."""
 
-    def run(self, scratch: Scratch) -> None:
-        """On a lane thread. What a device does is a result, kept in the job; anything raised here is a bug."""
+    def run(self, scratch: Scratch) -> Callable[[], None] | None:
+        """On a lane thread. What a device does is a result, kept in the job; anything raised here is a bug. Returns
+        what is left to do that takes `scratch` and a core, but no device: called once, on this thread or a finisher.
+        """
         ...
 
     def land(self, error: Exception | None) -> None:
-        """On the loop, after `run`; `error` is what `run` raised. Jobs of `submit_anywhere` land on their lane
-        thread.
+        """On the loop, after `run` and what it left; `error` is what these raised. Jobs of `submit_anywhere` land on
+        the thread that did the last of it.
         """
         ...
 
 
-class Lanes:
-    """Threads for one kind of work, started with the first job."""
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What a lane leaves to a finisher."""
 
-    def __init__(self, name: str, *, num_threads: int, scratch: Callable[[], Scratch], clock: Clock) -> None:
+    job: Job
+    lands_on_loop: bool
+    rest: Callable[[], None]
+    scratch: Scratch
+
+
+class Lanes:
+    """Threads for one kind of work, started with the first job: so many lanes, and so many finishers."""
+
+    def __init__(
+        self, name: str, *, num_threads: int, scratch: Callable[[], Scratch], clock: Clock, num_finishers: int = 0
+    ) -> None:
         self.name = name
         self.num_threads = num_threads
+        self._num_finishers = num_finishers
         self._scratch = scratch
         self._clock = clock
         self._queue: SimpleQueue[tuple[Job, bool] | None] = SimpleQueue()
@@ -56,6 +77,10 @@ class Lanes:
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: list[threading.Thread] = []
+        self._left: SimpleQueue[_Left | None] = SimpleQueue()
+        self._spare: SimpleQueue[Scratch] = SimpleQueue()
+        """Memory that no job has: one for each lane, as many as may wait for a finisher."""
+        self._finishers: list[threading.Thread] = []
         self._busy_since: list[float | None] = [None] * num_threads
         self._num_ended = 0
         self._ended: asyncio.Event | None = None
@@ -106,15 +131,23 @@ class Lanes:
         """Start the threads, or as many as the system gives; the error if it gives none."""
         if self._threads:
             return None
-        for index in range(self.num_threads):
-            name = f"hicache-{self.name}-{index}"
-            thread = threading.Thread(target=self._work, args=(index,), name=name, daemon=True)
+        problem = self._start_some(self._threads, self._work, self.name, self.num_threads)
+        if self._threads:
+            self._start_some(self._finishers, self._finish_others, f"{self.name}-rest", self._num_finishers)
+        return None if self._threads else problem
+
+    @staticmethod
+    def _start_some(
+        threads: list[threading.Thread], work: Callable[[int], None], name: str, number: int
+    ) -> RuntimeError | None:
+        for index in range(number):
+            thread = threading.Thread(target=work, args=(index,), name=f"hicache-{name}-{index}", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
-                _log.warning("%s: only %d of %d threads could be started", self.name, index, self.num_threads)
-                return None if self._threads else error
-            self._threads.append(thread)
+                _log.warning("%s: only %d of %d threads could be started", name, index, number)
+                return error
+            threads.append(thread)
         return None
 
     def _hand_over(self, job: Job) -> None:
@@ -127,23 +160,52 @@ class Lanes:
 
     def _work(self, index: int) -> None:
         scratch = self._scratch()
+        if self._num_finishers:
+            self._spare.put(self._scratch())
         while (taken := self._queue.get()) is not None:
             job, lands_on_loop = taken
-            error: Exception | None = None
+            rest, error = None, None
             self._busy_since[index] = self._clock.monotonic()
             try:
-                job.run(scratch)
+                rest = job.run(scratch)
             except Exception as raised:
-                _log.exception("%s: a copy failed for a reason that is not the device's", self.name)
-                error = raised
+                error = self._bug(raised)
             self._busy_since[index] = None
-            if lands_on_loop:
-                self._post((job, error))
+            if rest is None:
+                self._settle(job, lands_on_loop, error)
+            elif self._finishers and not self._queue.empty():
+                self._left.put(_Left(job, lands_on_loop, rest, scratch))
+                scratch = self._spare.get()
             else:
-                job.land(error)
+                self._finish(job, lands_on_loop, rest)
             # Until the next job comes this frame would keep the last one's buffers alive.
-            del taken, job, error
+            del taken, job, rest, error
         self._post(None)
+
+    def _finish_others(self, _index: int) -> None:
+        while (left := self._left.get()) is not None:
+            self._finish(left.job, left.lands_on_loop, left.rest)
+            self._spare.put(left.scratch)
+            del left
+        self._post(None)
+
+    def _finish(self, job: Job, lands_on_loop: bool, rest: Callable[[], None]) -> None:
+        error = None
+        try:
+            rest()
+        except Exception as raised:
+            error = self._bug(raised)
+        self._settle(job, lands_on_loop, error)
+
+    def _bug(self, error: Exception) -> Exception:
+        _log.error("%s: a copy failed for a reason that is not the device's", self.name, exc_info=error)
+        return error
+
+    def _settle(self, job: Job, lands_on_loop: bool, error: Exception | None) -> None:
+        if lands_on_loop:
+            self._post((job, error))
+        else:
+            job.land(error)
 
     def _post(self, landed: tuple[Job, Exception | None] | None) -> None:
         # 1. A thread appends, then looks at the flag. 2. The loop lowers the flag, then takes what is there. Who finds
@@ -164,6 +226,9 @@ class Lanes:
             landed = self._landed.popleft()
             if landed is None:
                 self._num_ended += 1
+                if self._num_ended == len(self._threads):  # the lanes: finishers end behind what these have left
+                    for _ in self._finishers:
+                        self._left.put(None)
                 continue
             self._num_in_flight -= 1
             if self._waiting:
@@ -172,7 +237,8 @@ class Lanes:
                     self._end()
             job, error = landed
             job.land(error)
-        if self._num_ended == len(self._threads) and self._ended is not None and not self._ended.is_set():
-            for thread in self._threads:
+        threads = self._threads + self._finishers
+        if self._num_ended == len(threads) and self._ended is not None and not self._ended.is_set():
+            for thread in threads:
                 thread.join()
             self._ended.set()

@@ -6,7 +6,8 @@ into the index if the slot is still the same.
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from hicache.errors import DeadlineExceeded, TierUnavailable
 from hicache.tier import LayerRead, Outcome, PageIdentity, PageRead, PageWrite
@@ -235,8 +236,11 @@ class ReadRun:
         ]
         self._findings: list[Finding] = []
 
-    def run(self, scratch: Scratch) -> None:
-        self._findings = self._segment.read_pages(self._gets, scratch)
+    def run(self, scratch: Scratch) -> Callable[[], None]:
+        return partial(self._verify, self._segment.fetch_pages(self._gets, scratch), scratch)
+
+    def _verify(self, fetched: Sequence[Finding | None], scratch: Scratch) -> None:
+        self._findings = self._segment.verify_pages(self._gets, fetched, scratch)
         if (shape := self._keeper.index.shape).coding is not None:
             for (_, page), get, finding in zip(self._pages, self._gets, self._findings, strict=True):
                 if page.sums is not None and finding is Finding.OK:

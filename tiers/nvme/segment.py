@@ -164,6 +164,11 @@ class SegmentFile:
 
     def read_pages(self, gets: Sequence[PageGet], scratch: Scratch) -> list[Finding]:
         """Read a run of neighbouring slots and verify each page. Only buffers of pages that are OK hold something."""
+        return self.verify_pages(gets, self.fetch_pages(gets, scratch), scratch)
+
+    def fetch_pages(self, gets: Sequence[PageGet], scratch: Scratch) -> list[Finding | None]:
+        """The device's part of `read_pages`: for each page what is wrong with it, or None for one that came in whole
+        and is to be verified, with the same scratch memory."""
         if len(gets) > 1 and not self._payloads.can_join([get.into for get in gets]):
             return [finding for get in gets for finding in self.read_pages([get], scratch)]
         buffers: list[memoryview] = []
@@ -176,19 +181,23 @@ class SegmentFile:
             buffers.append(scratch.headers[position])
             buffers += blocks
         try:
-            with scratch.turns.transfer:
-                reached = read_fully(self._files, self.fd, buffers, self._geometry.slot_offset(gets[0].index))
+            reached = read_fully(self._files, self.fd, buffers, self._geometry.slot_offset(gets[0].index))
         except OSError as error:
             if len(gets) > 1:
                 return [finding for get in gets for finding in self.read_pages([get], scratch)]
             self._health.failed(Kind.READ, error)
             return [Finding.DEVICE_ERROR]
         self._health.succeeded(Kind.READ)
-        findings = []
-        with scratch.turns.check:
-            for position, get in enumerate(gets):
-                findings.append(self._verify(get, position, scratch) if reached >= stops[position] else Finding.SHORT)
-        return findings
+        return [None if reached >= stop else Finding.SHORT for stop in stops]
+
+    def verify_pages(
+        self, gets: Sequence[PageGet], fetched: Sequence[Finding | None], scratch: Scratch
+    ) -> list[Finding]:
+        """The rest of `read_pages`, after `fetch_pages`."""
+        return [
+            self._verify(get, position, scratch) if finding is None else finding
+            for position, (get, finding) in enumerate(zip(gets, fetched, strict=True))
+        ]
 
     def _verify(self, get: PageGet, position: int, scratch: Scratch) -> Finding:
         header = decode_page_header(scratch.headers[position])

@@ -66,13 +66,11 @@ from hicache.tiers.nvme.runs import (
     cut_runs,
 )
 from hicache.tiers.nvme.segment import LayerGet, SegmentFile
-from hicache.tiers.nvme.turns import Turns
 from hicache.tiers.slots import SlotPool
 
-READ_LANES: Final = 32
+READ_LANES: Final = 12
+"""Reads that the device works on at one time. What came in is checked by other threads while more is to be read."""
 WRITE_LANES: Final = 16
-READ_TRANSFERS: Final = 12
-"""Reads that the device works on at one time; the other lanes check what came in, or wait with the next."""
 LAYER_LANES: Final = 8
 """Layers that attention waits for do not queue behind pages that are promoted."""
 MAX_RUN_BYTES: Final = 2 << 20
@@ -611,11 +609,14 @@ class NvmeTier:
     # ---- parts of the above
 
     def _lanes(self, name: str, num_threads: int) -> Lanes:
-        # Reads alone: what is written is checked before it goes out, and there the device has enough to do.
-        is_reading = name == "nvme-read"
-        turns = Turns(transfers=READ_TRANSFERS, checks=max(1, num_cores() // 2)) if is_reading else Turns()
+        # Reads alone leave something: what is written is checked before it goes out. Half of the cores for that leave
+        # the rest to whoever starts transfers.
         return Lanes(
-            name, num_threads=num_threads, scratch=lambda: Scratch(self._shape, self._max_run, turns), clock=self._clock
+            name,
+            num_threads=num_threads,
+            num_finishers=max(1, num_cores() // 2) if name == "nvme-read" else 0,
+            scratch=lambda: Scratch(self._shape, self._max_run),
+            clock=self._clock,
         )
 
     def _all_lanes(self) -> tuple[Lanes, ...]:

@@ -1,0 +1,131 @@
+"""What lanes leave to finishers: which thread does it, with which memory, and who waits for it."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from hicache.clock import ManualClock
+from hicache.tiers.nvme.io import Scratch
+from hicache.tiers.nvme.lanes import Lanes
+from tests.tiers.contract import run
+from tests.tiers.nvme import SMALL
+
+WAIT_S = 30.0
+
+
+class TwoParts:
+    """A job that notes on which thread and with which memory its parts were done, and each of which may be held."""
+
+    def __init__(self, *, rest_waits_for: threading.Event | None = None, error: Exception | None = None) -> None:
+        self.may_run = threading.Event()
+        self.has_run = threading.Event()
+        self.threads: list[str] = []
+        self.scratch: Scratch | None = None
+        self.landed: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._rest_waits_for = rest_waits_for
+        self._error = error
+
+    def run(self, scratch: Scratch) -> Callable[[], None]:
+        self.threads.append(threading.current_thread().name)
+        self.scratch = scratch
+        assert self.may_run.wait(WAIT_S)
+        self.has_run.set()
+        return self._rest
+
+    def _rest(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        if self._rest_waits_for is not None:
+            assert self._rest_waits_for.wait(WAIT_S), "the lane did the rest before it began the next job"
+        if self._error is not None:
+            raise self._error
+
+    def land(self, error: Exception | None) -> None:
+        self.landed.set_result(error)
+
+
+def one_lane() -> Lanes:
+    return Lanes("one", num_threads=1, num_finishers=1, scratch=lambda: Scratch(SMALL, 1), clock=ManualClock())
+
+
+def test_the_next_job_begins_before_the_last_one_is_finished() -> None:
+    async def main() -> None:
+        lanes = one_lane()
+        second, third = TwoParts(), TwoParts()
+        first = TwoParts(rest_waits_for=second.has_run)
+        for job in (first, second, third):
+            lanes.submit(job)
+        for job in (first, second, third):
+            job.may_run.set()
+        assert [await job.landed for job in (first, second, third)] == [None] * 3
+        lane, finisher = "hicache-one-0", "hicache-one-rest-0"
+        assert first.threads == second.threads == [lane, finisher]
+        assert third.threads == [lane, lane], "with no job waiting"
+        assert first.scratch is not second.scratch, "the first page's header was there still"
+        await lanes.stop()
+
+    run(main())
+
+
+def test_what_is_left_is_done_before_the_threads_end() -> None:
+    async def main() -> None:
+        lanes, go = one_lane(), threading.Event()
+        first, second = TwoParts(rest_waits_for=go), TwoParts()
+        lanes.submit(first)
+        lanes.submit(second)
+        first.may_run.set()
+        second.may_run.set()
+        await second.landed
+        async with asyncio.TaskGroup() as tasks:
+            stopping = tasks.create_task(lanes.stop())
+            await asyncio.sleep(0)
+            assert not first.landed.done()
+            assert not stopping.done()
+            go.set()
+        assert first.landed.done()
+        assert not [each for each in threading.enumerate() if each.name.startswith("hicache-one")]
+
+    run(main())
+
+
+def test_a_bug_in_what_is_left_lands_with_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        lanes = one_lane()
+        bugs = [ValueError("left"), ValueError("kept")]
+        jobs = [TwoParts(error=bug) for bug in bugs]
+        for job in jobs:
+            lanes.submit(job)
+        for job in jobs:
+            job.may_run.set()
+        assert [await job.landed for job in jobs] == bugs
+        await lanes.stop()
+
+    with caplog.at_level(logging.CRITICAL):
+        run(main())
+
+
+def test_without_finishers_lanes_do_it_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F27: the system gives no more threads."""
+    start = threading.Thread.start
+
+    def start_lanes(thread: threading.Thread) -> None:
+        if "-rest-" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main() -> None:
+        lanes = one_lane()
+        jobs = [TwoParts(), TwoParts()]
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start_lanes)
+            for job in jobs:
+                lanes.submit(job)
+        for job in jobs:
+            job.may_run.set()
+        assert [await job.landed for job in jobs] == [None, None]
+        assert [job.threads for job in jobs] == [["hicache-one-0"] * 2] * 2
+        await lanes.stop()
+
+    run(main())
