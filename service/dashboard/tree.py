@@ -4,8 +4,10 @@ A walk takes as long as the tree is large, and what asks for it waits a moment a
 it is walked through, and each later look goes on where the last one ended. Who looks at no tree costs nothing.
 
     picture    {"focus": number, "path": [{"id", "label"}] (from the top down to what hangs above the focus),
-                "is_whole" (whether a walk has come to its end), "as_of_s" (how long ago it began), "of" (prefixes of
-                the whole tree), "branches": [...] (parents first, the focus before all)}
+                "is_whole" (whether a walk from the focus has come to its end; until the first one has, what one from
+                above has found is shown, or what there is so far), "as_of_s" (how long ago that walk began), "met"
+                (prefixes that the walk under way has come by) and "expected" (that it will), "of" (prefixes of the
+                whole tree), "branches": [...] (parents first, the focus before all)}
     branch     {"id", "above" (id; null for the focus), "kind": "all" | "namespace" | "prefix", "label",
                 "total": sizes, "more": sizes or null (what hangs on it and is not shown)}, and a prefix also
                {"tokens", "bytes" (its own), "tiers", "coming" (tiers to which a copy is on its way), "age_s" (since it
@@ -66,7 +68,8 @@ class TreeView:
         view = self._views.get(focus)
         if view is None:
             cache = self._cache
-            view = View(cache.tree, cache.clock, key, page_bytes=cache.layout.page_bytes)
+            above = next((each for each in reversed(self._views.values()) if each.seen(key) is not None), None)
+            view = View(cache.tree, cache.clock, key, page_bytes=cache.layout.page_bytes, above=above)
             self._views[focus] = view
         self._views.move_to_end(focus)
         while len(self._views) > MAX_VIEWS:
@@ -156,6 +159,8 @@ class TreeView:
             "path": named,
             "is_whole": view.is_whole,
             "as_of_s": self._cache.clock.monotonic() - view.as_of,
+            "met": view.num_met,
+            "expected": view.num_expected,
             "of": tree.num_nodes,
         }
         return f'{json.dumps(about)[:-1]}, "branches": [{", ".join(branches)}]}}'.encode()

@@ -81,6 +81,8 @@ class View(Round):
 
     Args:
         limit, max_depth: as `Heaviest` has them.
+        above: another one that has `seen` the key: until a walk from here has come to its end, what is shown is what
+            that one has found.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class View(Round):
         page_bytes: int,
         limit: int = MAX_BRANCHES,
         max_depth: int = MAX_DEPTH,
+        above: "View | None" = None,
     ) -> None:
         self.shown: list[Key] = [key]
         """What the last picture shows."""
@@ -99,8 +102,10 @@ class View(Round):
         self._page_bytes: Final = page_bytes
         self._limit: Final = limit
         self._max_depth: Final = max_depth
-        self._finished: Branch[Key] | None = None
+        self._finished: Branch[Key] | None = above.seen(key) if above is not None else None
         super().__init__(tree, clock, key)
+        if above is not None:
+            self.as_of = above.as_of
 
     def _begin(self) -> None:
         self._heaviest: Heaviest[Key] = Heaviest(
@@ -112,8 +117,23 @@ class View(Round):
 
     @property
     def top(self) -> Branch[Key]:
-        """What was found: by the last walk that has come to its end, or by the first one so far."""
+        """What was found: by the last walk that has come to its end, from here or above, or by the first one so far."""
         return self._finished if self._finished is not None else self._heaviest.top()
+
+    @property
+    def num_expected(self) -> int:
+        """Prefixes that a walk will meet, as far as is known."""
+        return self._finished.total[1] if self._finished is not None else self._tree.num_nodes
+
+    def seen(self, key: Key) -> Branch[Key] | None:
+        """A branch as a walk that has come to its end has found it; None if it did not, or was too small."""
+        pending = [self._finished] if self._finished is not None else []
+        while pending:
+            branch = pending.pop()
+            if branch.key == key:
+                return branch
+            pending += branch.children
+        return None
 
     def _meet(self, node: Node) -> None:
         heaviest, above = self._heaviest, node.parent

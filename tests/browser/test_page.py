@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final
 
 import pytest
@@ -161,6 +162,58 @@ def six_hundred_prefixes(inside: Server) -> None:
     for number in range(600):
         inside.cache.tree.insert(NAMESPACE, [5_000 + number] * PAGE, tier=HOST, slots=[1_000 + number], now=1.0)
     inside.cache.tree.insert(NAMESPACE, [4_000] * (1_000 * PAGE), tier=NVME, slots=list(range(1_000)), now=1.0)
+
+
+def test_a_hundred_thousand_prefixes(look: Look) -> None:
+    """More than a look walks through: what is drawn is apart and to scale, and what is zoomed to is shown at once."""
+    looking = look()
+    all_prefixes = looking.server.call(hundred_thousand_prefixes)
+    looking.open()
+    page, progress = looking.page, looking.page.locator("#progress")
+    expect(progress).to_contain_text(re.compile(r"^looked at [\d,]+ of "))
+    expect(progress).to_have_text(re.compile(rf"^999 prefixes of {all_prefixes:,}"))
+    assert rows_are_apart(looking)
+    looking.picture("hundred thousand")
+    namespace = looking.cell(NAMESPACE.model)
+    with page.expect_response("**/data/tree?focus=*") as response:
+        namespace.click()
+    told = response.value.json()
+    assert not told["is_whole"]
+    assert told["branches"][0]["total"]["prefixes"] == all_prefixes
+    assert 500 < len(told["branches"]) <= 1_000
+    assert len(response.value.body()) < 1 << 20
+    expect(page.locator("#path li")).to_have_count(2)
+    expect(progress).to_contain_text(f" of {all_prefixes:,}")
+    assert rows_are_apart(looking)
+    page.locator(".cell.host[aria-level='2']").first.click()
+    expect(page.locator("#path li")).to_have_count(3)
+    expect(progress).to_have_text(re.compile(rf"^[\d,]+ prefixes of {all_prefixes:,}"))
+    assert rows_are_apart(looking)
+    looking.server.call(lambda inside: inside.cache.tree.flush())
+
+
+def hundred_thousand_prefixes(inside: Server) -> int:
+    """Beginnings that fewer and fewer prompts share; how many prefixes there are then."""
+    tree, slot = inside.cache.tree, 1_000
+    for number in range(1, 401):
+        for user in range(max(18_000 // number, 25)):
+            tokens = [number] * (2 * PAGE) + [10_000 + user] * PAGE
+            tree.insert(NAMESPACE, tokens, tier=NVME if user % 3 else HOST, slots=[slot, slot + 1, slot + 2], now=1.0)
+            slot += 3
+    return tree.num_nodes
+
+
+def rows_are_apart(looking: Looking) -> bool:
+    """Whether no cell of the icicle lies over another, once those that move have come to rest."""
+    page = looking.page
+    page.evaluate("Promise.allSettled(document.getAnimations().map(each => each.finished)).then(() => {})")
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for left, top, right in page.locator(".cell").evaluate_all(
+        "cells => cells.map(cell => cell.getBoundingClientRect()).map(box => [box.left, box.top, box.right])"
+    ):
+        rows.setdefault(top, []).append((left, right))
+    neighbours = [pair for row in rows.values() for pair in pairwise(sorted(row))]
+    return all(one[1] <= other[0] for one, other in neighbours)
 
 
 def test_a_prefix_that_is_zoomed_to_and_leaves(look: Look) -> None:

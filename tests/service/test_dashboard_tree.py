@@ -151,6 +151,33 @@ def test_from_one_prefix_only_what_is_below_it_is_seen() -> None:
     assert of_namespace.total[:2] == [8 * PAGE_BYTES, 4]
 
 
+def test_what_was_seen_from_above_is_shown_until_it_was_walked_through() -> None:
+    world = World(page_size=1, tiers=(HOST, NVME))
+    for tail in range(10):
+        node = world.insert([1, 2, tail]).node
+    for other in range(20):
+        world.insert([3, other])
+    key = node.parent
+    assert key is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "STEP", 1)
+        everything = View(world.tree, ManualClock(), None, page_bytes=PAGE_BYTES)
+        look(everything)
+        assert everything.seen(key) is None, "it has not been walked through"
+        assert everything.num_expected == world.tree.num_nodes
+        while not everything.is_whole:
+            look(everything)
+        world.insert([1, 2, 99])
+        zoomed = View(world.tree, ManualClock(), key, page_bytes=PAGE_BYTES, above=everything)
+        assert (zoomed.is_whole, zoomed.as_of, zoomed.num_expected) == (False, everything.as_of, 11)
+        while not zoomed.is_whole:
+            assert zoomed.top.total[:2] == [12 * PAGE_BYTES, 11]
+            assert set(nodes_of(zoomed.top)) < {key, *key.children}
+            look(zoomed)
+        assert zoomed.top.total[:2] == [13 * PAGE_BYTES, 12]
+        assert set(nodes_of(zoomed.top)) == {key, *key.children}
+
+
 def test_a_prefix_that_leaves_while_it_is_looked_at() -> None:
     world = World(page_size=1, tiers=(HOST, NVME))
     for tail in range(10):

@@ -92,10 +92,10 @@ function showTree(picture) {
   focus = picture.focus;
   above = picture.path.map((each) => each.id);
   icicle.show(picture);
-  const { of, is_whole: isWhole, as_of_s: age, branches } = picture;
+  const { of, met, expected, is_whole: isWhole, as_of_s: age, branches } = picture;
   const known = plural(branches.filter((each) => each.kind === "prefix").length, "prefix", "prefixes");
   find("progress").textContent = !isWhole
-    ? `looked at ${whole(branches[0].total.prefixes)} of ${whole(of)} prefixes`
+    ? `looked at ${whole(Math.min(met, expected))} of ${whole(expected)} prefixes`
     : `${known} of ${whole(of)}` + (age > OLD_S ? `, as of ${seconds(age)} ago` : "");
   const here = branches[0];
   const crumbs = picture.path.map(({ id, label }) => element("li", {}, element("button", { onclick: () => zoom(id) }, label)));
