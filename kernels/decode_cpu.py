@@ -5,9 +5,9 @@ first time, a fraction of one in later processes. `prepare` does that; until it 
 or a type that the loops do not take, the torch path does the work (`attend_torch.py`). So nobody waits for a compiler
 who has not asked for it.
 
-A part is cut into as many runs of tokens as torch has threads, which take one each, in whatever order. Each run goes on
-with a state of its own from part to part, and the states are merged in order of the runs: the same bits every time, for
-the same number of threads.
+A part is cut into a few runs of tokens for each of torch's threads, which take one after the other, in whatever order: a
+thread that is held up leaves more of them to the others. Each run goes on with a state of its own from part to part, and
+the states are merged in order of the runs: the same bits every time, for the same number of threads.
 """
 
 import logging
@@ -38,6 +38,8 @@ _LEAD: Final = 64
 """Tokens that the loops look ahead, at most."""
 _APART_BYTES: Final = 1 << 12
 """Between what threads write to."""
+_RUNS_A_THREAD: Final = 4
+"""More of them share out better what there is to do, and have more states to be merged."""
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
@@ -130,7 +132,9 @@ class Decoding:
         self._query: Final = query.float()
         self._has_tokens = False
         group = self._num_heads // num_kv_heads
-        job = self._job = _room.job(num_kv_heads, group, self._head_dim, torch.get_num_threads())
+        self._num_threads: Final = torch.get_num_threads()
+        num_runs = self._num_threads * _RUNS_A_THREAD if self._num_threads > 1 else 1
+        job = self._job = _room.job(num_kv_heads, group, self._head_dim, num_runs)
         job.query_at, job.query_stride = self._query.data_ptr(), 4 * self._query.stride(1)
         job.scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
         job.cap = 0.0 if soft_cap is None else soft_cap * LOG2_E
@@ -160,11 +164,11 @@ class Decoding:
     def _run(self, dtype: torch.dtype, first: int, last: int) -> None:
         """Attend to tokens of the pages and the table that the job names."""
         job, head_bytes = self._job, self._head_dim * dtype.itemsize
-        alone = (last - first) * 2 * job.num_heads * head_bytes < job.most_runs * _ALONE_BYTES
+        alone = (last - first) * 2 * job.num_heads * head_bytes < self._num_threads * _ALONE_BYTES
         job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
         job.first, job.last = first, last
         job.near, job.far = (ceil_div(num_bytes, head_bytes) for num_bytes in _AHEAD_BYTES[dtype.itemsize])
-        in_threads(_ready[dtype].address, job, job.num_runs)
+        in_threads(_ready[dtype].address, job, 1 if alone else self._num_threads)
         self._has_tokens = True
 
     def result(self) -> AttentionState | None:
