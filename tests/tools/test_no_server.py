@@ -1,30 +1,57 @@
 """Every command where there is no server to ask: one clear line, the right status, no traceback."""
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import gettempdir
-from typing import Any
+from tempfile import NamedTemporaryFile, gettempdir
+from typing import Any, Final
 
 import pytest
 
 from hicache.service import wire
+from hicache.service.client import connect
+from hicache.service.errors import VersionMismatch
 from hicache.service.server import admin
 from hicache.service.server.process import Server
 from hicache.tools import owner
-from hicache.tools.cli import main
-from tests.service.serving import thread_server
+from hicache.tools.cli import COMMANDS, main
+from tests.repository import ROOT
+from tests.service.serving import WAIT_S, arguments, thread_server
+from tests.tools.parsers import options_of
 
-NEVER_MADE = str(Path(gettempdir()) / f"hicache-trace-{os.getpid()}")
-ASKING = [
-    ["stats"], ["stats", "--json"], ["top", "--json"], ["tree"], ["sessions"], ["explain", "1,2"], ["pin", "1"],
-    ["unpin", "1"], ["prefetch", "1"], ["evict", "--tier", "host", "--pages", "1"], ["flush", "--all"], ["verify"],
-    ["trace", "record", NEVER_MADE],
-]  # fmt: skip
-"""One of each command that asks a server."""
+NEVER_MADE: Final = str(Path(gettempdir()) / f"hicache-trace-{os.getpid()}")
+ASKING: Final[dict[str, list[list[str]]]] = {
+    "stats": [[], ["--json"]],
+    "top": [["--json"]],
+    "tree": [[], ["--json"]],
+    "sessions": [[]],
+    "explain": [["1,2"]],
+    "pin": [["1"], ["1", "--dry-run"]],
+    "unpin": [["1"]],
+    "prefetch": [["1"]],
+    "evict": [["--tier", "host", "--pages", "1"]],
+    "flush": [["--all"], ["--all", "--json"]],
+    "verify": [[]],
+    "doctor": [["--json"]],
+    "trace": [["record", NEVER_MADE]],
+    "warm": [["PROMPTS", "--engine", "http://127.0.0.1:1"]],
+}
+"""Arguments of each command that asks a server; `PROMPTS` is a file with a prompt."""
+OTHERS: Final = {
+    "serve": "is the server",
+    "demo": "has a cache of its own",
+    "replay": "reads a recording",
+    "bench": "starts what it measures",
+    "completion": "knows its words",
+}
+"""Those that ask none, and why."""
 
 
 @pytest.fixture
@@ -34,16 +61,32 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
+def test_no_command_is_forgotten() -> None:
+    asking = {name for name in COMMANDS if options_of(name) & {"--socket-dir", "--sidecar"}}
+    assert asking - {"serve"} == ASKING.keys()
+    assert COMMANDS.keys() == ASKING.keys() | OTHERS.keys()
+
+
 def complaints(directory: Path, capsys: "pytest.CaptureFixture[str]") -> set[str]:
     """What all commands complain of, which is one line each and status 1."""
     found = set()
-    for arguments in ASKING:
-        status = main([*arguments, "--socket-dir", str(directory)])
-        out, err = capsys.readouterr()
-        assert (status, out, err.count("\n")) == (1, "", 1), arguments
-        name, _, complaint = err.partition(": ")
-        assert name == f"hicache {arguments[0]}"
-        found.add(complaint.strip().replace(str(directory), "DIR"))
+    with NamedTemporaryFile("w+") as prompts:
+        print("a prompt", file=prompts, flush=True)
+        for command, forms in ASKING.items():
+            named = "--sidecar" if command == "warm" else "--socket-dir"
+            for form in forms:
+                words = [prompts.name if word == "PROMPTS" else word for word in form]
+                status = main([command, *words, named, str(directory)])
+                out, err = capsys.readouterr()
+                assert status == 1, command
+                if command == "doctor":  # which tells of more than that
+                    assert err == ""
+                    (complaint,) = [each["says"] for each in json.loads(out)["checks"] if each["subject"] == "server"]
+                else:
+                    assert (out, err.count("\n")) == ("", 1), command
+                    name, _, complaint = err.partition(": ")
+                    assert name == f"hicache {command}"
+                found.add(complaint.strip().replace(str(directory), "DIR"))
     assert not os.path.exists(NEVER_MADE)
     return found
 
@@ -152,3 +195,35 @@ def test_another_kind_of_server_and_another_version(
         assert complaints(server.directory, capsys) == {
             "the server at DIR answers in a form that this hicache does not know"
         }
+
+
+STRANGER: Final = """
+import sys
+from hicache.service import wire
+wire.PROTOCOL = 99
+from hicache.tools.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that speaks another protocol."""
+
+
+def test_a_server_of_another_protocol_and_one_that_was_killed(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both as processes of their own, as after an upgrade and after the kernel ran out of memory."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STRANGER, "serve", "--socket-dir", str(directory), *arguments()],
+        cwd=ROOT, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(b"serving at ")
+            assert complaints(directory, capsys) == {
+                f"the server at DIR speaks protocol 99, this hicache protocol {wire.PROTOCOL}"
+            }
+            with pytest.raises(VersionMismatch, match=f"protocol {wire.PROTOCOL} is asked for, 99 is spoken here"):
+                connect(directory)
+        finally:
+            process.send_signal(signal.SIGKILL)
+        process.wait(WAIT_S)
+    assert complaints(directory, capsys) == {"the server at DIR has ended and left its socket behind: start it again"}
