@@ -262,7 +262,7 @@ class Cache(Promoting, Copying, Tending):
             chunk_tokens = whole("chunk_tokens", chunk_tokens, 1)
         match = self.tree.match(namespace, packed[:-1])
         decision = self.decide(namespace, len(packed), self.coverage(match), chunk_tokens=chunk_tokens)
-        return self._cared_for(decision, match)
+        return self.cared_for(decision, match)
 
     def pages_by_tenant(self, tier_id: TierId) -> dict[str, int]:
         """Pages that a tier holds or awaits of each tenant; empty for a tier whose policy was given."""

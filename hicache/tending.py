@@ -112,7 +112,7 @@ class Tending(Running):
         self.release(held[0])
         return True
 
-    def _cared_for(self, decision: Decision, match: Match) -> Decision:
+    def cared_for(self, decision: Decision, match: Match) -> Decision:
         """What hints and pins say of a match, added to what was decided about it. What another tenant says of pages
         that it has published stays with it."""
         if not match.nodes or match.owner != match.asked:

@@ -17,7 +17,7 @@ computing, and pages on their way in. `moment_of` gives `"format"`, `"time"` (se
 
     {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
      "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
-     "priority" and "retained_s" (by hints; null for not retained), "leases", "published" (to other tenants),
+     "uses" (requests that were given it), "priority" and "retained_s" (by hints; null for not retained), "leases", "published" (to other tenants),
      "reported": {"device:SESSION/RANK": pages it says it has}}
 """
 
@@ -117,6 +117,7 @@ async def snapshot_of(cache: Cache) -> dict[str, Any]:
                     for tier_id, state in zip(cache.tiers, info.residency, strict=True)
                 },
                 "age_s": max(0.0, now - info.last_access),
+                "uses": info.num_uses,
                 "priority": cache.tree.priority(node),
                 "retained_s": max(0.0, until - now) if (until := cache.tree.retained_until(node)) is not None else None,
                 "leases": info.num_leases,

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ _SAID: Final = frozenset({
 """What a server says of itself that the commands rest on."""
 BROWSE_NODES: Final = 2_000
 """Prefixes that are asked for at a time."""
+MAX_BRANCHES: Final = 10_000
+"""Namespaces and prefixes of an outline."""
 
 
 class Owner:
@@ -45,16 +48,16 @@ class Owner:
         self.stats = self.inspect()
         """What it said as it was reached; `inspect` asks anew."""
 
-    def inspect(self, *, nodes: bool = False) -> dict[str, Any]:
-        """Tiers, lanes, counters, sessions and the server itself, with `nodes` every prefix and its tokens too. In the
-        form of `hicache.service.snapshot` and `Sessions.stats`."""
+    def inspect(self) -> dict[str, Any]:
+        """Tiers, lanes, counters, sessions and the server itself, in the form of `hicache.service.snapshot` and
+        `Sessions.stats`."""
         from hicache.service import wire
         from hicache.service.proto import hicache_pb2 as pb
 
-        request = pb.InspectRequest(view=pb.VIEW_SNAPSHOT if nodes else pb.VIEW_STATS)
+        request = pb.InspectRequest(view=pb.VIEW_STATS)
         with self._told():
             call = self._channel.unary_stream(_path("Inspect"), _packed, pb.InspectPiece.FromString)
-            text = b"".join([piece.json for piece in call(request, timeout=STEP_S if nodes else ANSWER_S)])
+            text = b"".join([piece.json for piece in call(request, timeout=ANSWER_S)])
         unknown = CommandFailed(f"{self._shown} answers in a form that this hicache does not know")
         try:
             inspected: dict[str, Any] = json.loads(text)
@@ -68,18 +71,44 @@ class Owner:
             raise unknown
         return inspected
 
-    def browse(self, *, tokens: bool = False) -> "Iterator[pb.BrowseReply]":
-        """All prefixes, parents before what lies below them, in steps; the last one has no `walk`."""
+    def browse(self) -> "Iterator[pb.BrowseReply]":
+        """All prefixes without their tokens, parents before what lies below them, in steps; the last one has no
+        `walk`."""
         from hicache.service.proto import hicache_pb2 as pb
 
         walk = 0
         while True:
-            request = pb.BrowseRequest(walk=walk, max_nodes=BROWSE_NODES, tokens=tokens and not walk)
+            request = pb.BrowseRequest(walk=walk, max_nodes=BROWSE_NODES)
             reply: pb.BrowseReply = self._call("Browse", request, pb.BrowseReply)
             yield reply
             walk = reply.walk
             if not walk:
                 return
+
+    def outline(self, *, depth: int | None, num_tokens: int, until: float) -> "Iterator[pb.OutlineReply]":
+        """The largest branches of what is cached: how far the server has come, moment by moment, and as the last one
+        the outline, of all that was seen by `until` (seconds of `time.monotonic`).
+
+        Args:
+            depth: levels of each namespace; None for all.
+            num_tokens: first token ids of each prefix.
+        """
+        from hicache.service.proto import hicache_pb2 as pb
+
+        request = pb.OutlineRequest(max_branches=MAX_BRANCHES, max_depth=depth or 0, max_tokens=num_tokens)
+        while True:
+            reply: pb.OutlineReply = self._call("Outline", request, pb.OutlineReply)
+            yield reply
+            if not reply.walk:
+                return
+            request = pb.OutlineRequest(walk=reply.walk, end=time.monotonic() >= until)
+
+    def rank(self, request: "pb.RankRequest") -> "pb.RankReply":
+        """The prefixes that come first in an order."""
+        from hicache.service.proto import hicache_pb2 as pb
+
+        reply: pb.RankReply = self._call("Rank", request, pb.RankReply)
+        return reply
 
     def explain(self, prefix: "pb.NamedPrefix") -> "pb.ExplainReply":
         """What would be found of a prompt."""

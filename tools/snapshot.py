@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.terminal import printable
+from hicache.tools.units import format_bytes
 
 FORMAT: Final = "hicache-snapshot"
 VERSION: Final = 1
@@ -33,6 +34,8 @@ LABEL_TOKENS: Final = 40
 MAX_TEXT: Final = 120
 """Characters kept of a node's text."""
 MAX_NUMBER: Final = 1 << 63
+MAX_FILE_BYTES: Final = 1 << 30
+"""Longest file that is read."""
 RESIDENCIES: Final = ("resident", "arriving", "condemned", "absent")
 
 T = TypeVar("T")
@@ -58,17 +61,37 @@ class PrefixNode:
     age_s: float
     """Seconds since the last use."""
     leases: int
+    uses: int | None = None
+    """Requests that were given it; None in the file of an older writer."""
     title: str = ""
     text: str = ""
     children: list["PrefixNode"] = field(default_factory=list)
     subtree_bytes: int = 0
     """Bytes of the node and everything below it."""
     subtree_nodes: int = 1
+    hidden_nodes: int = 0
+    """Nodes below it that are not known one by one."""
+    hidden_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Tree:
+    """The prefixes of one namespace."""
+
+    namespace: str
+    """Digest, in hexadecimal."""
+    tenant: str
+    roots: list[PrefixNode]
+    num_prefixes: int
+    size_bytes: int
+    hidden_nodes: int = 0
+    """Nodes at its top that are not known one by one, each with all below it."""
+    hidden_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """A snapshot file, read and checked."""
+    """What a snapshot file, or a server, says of a cache."""
 
     time: float
     """When it was taken, seconds since 1970, UTC."""
@@ -77,13 +100,23 @@ class Snapshot:
     """By tier, fast to slow: capacity_pages, used_pages, capacity_bytes, used_bytes."""
     lanes: dict[str, dict[str, Any]]
     counters: dict[str, Any]
-    roots: list[PrefixNode]
+    trees: list[Tree]
     nodes: dict[int, PrefixNode]
-    """All that could be read, parents before children."""
+    """All that could be read or were asked for, parents before children."""
     num_prefixes: int
-    """Nodes that could be read, or of a server that was not asked for them, those that it has."""
-    num_damaged: int
-    """Nodes left out."""
+    """Nodes that could be read, or those that a server has."""
+    num_damaged: int = 0
+    """Nodes left out, as they make no sense."""
+    num_seen: int = 0
+    """Nodes that sizes and numbers of prefixes count: less than all where a large tree was looked at in part."""
+    hidden_nodes: int = 0
+    """Nodes of further namespaces, which are not known one by one."""
+    hidden_bytes: int = 0
+
+    @property
+    def roots(self) -> list[PrefixNode]:
+        """The nodes that begin at the root of a namespace."""
+        return [root for tree in self.trees for root in tree.roots]
 
 
 def wrap(
@@ -135,9 +168,12 @@ def load(path: Path) -> Snapshot:
     if path.is_dir():
         raise UsageProblem(f"{shown} is a directory, not a snapshot file")
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:  # which may be a pipe, and have no end
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise CommandFailed(f"{shown} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise CommandFailed(f"{shown} is longer than {format_bytes(MAX_FILE_BYTES)}")
     try:
         content = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -156,9 +192,9 @@ def load(path: Path) -> Snapshot:
 
 
 def of_server(inspected: Mapping[str, Any]) -> Snapshot:
-    """What a server said of itself, with or without its nodes. Raises `CommandFailed`."""
+    """What a server said of itself, without its nodes. Raises `CommandFailed`."""
     try:
-        return _parse({"cache": inspected}, has_nodes="nodes" in inspected)
+        return _parse({"cache": inspected}, has_nodes=False)
     except _Damaged as damage:
         raise CommandFailed(f"the server's answer is not understood: {damage}") from damage
 
@@ -203,11 +239,27 @@ def _parse(content: Mapping[str, Any], *, has_nodes: bool = True) -> Snapshot:
         tiers=tiers,
         lanes=lanes,
         counters=_field(cache, "counters", dict),
-        roots=[node for node in nodes.values() if node.parent is None],
+        trees=_trees([node for node in nodes.values() if node.parent is None]),
         nodes=nodes,
         num_prefixes=len(nodes) if has_nodes else _field(cache, "num_nodes", int),
         num_damaged=num_damaged,
+        num_seen=len(nodes),
     )
+
+
+def _trees(roots: list[PrefixNode]) -> list[Tree]:
+    """Roots by namespace, in the order in which these come."""
+    by_namespace: dict[tuple[str, str], list[PrefixNode]] = {}
+    for root in roots:
+        by_namespace.setdefault((root.tenant, root.namespace), []).append(root)
+    return [
+        Tree(
+            namespace, tenant, each,
+            num_prefixes=sum(root.subtree_nodes for root in each),
+            size_bytes=sum(root.subtree_bytes for root in each),
+        )
+        for (tenant, namespace), each in by_namespace.items()
+    ]
 
 
 def _read_nodes(
@@ -248,8 +300,9 @@ def _read_node(entry: object, labels: Mapping[str, Any], tiers: Mapping[str, Any
         residency=residency,
         age_s=float(_field(entry, "age_s", (int, float))),
         leases=_field(entry, "leases", int),
+        uses=None if entry.get("uses") is None else _field(entry, "uses", int),
     )
-    counts = (node.num_tokens - 1, node.size_bytes, node.age_s, node.leases, node.first_token)
+    counts = (node.num_tokens - 1, node.size_bytes, node.age_s, node.leases, node.first_token, node.uses or 0)
     if min(counts) < 0 or len(tokens) != node.num_tokens or not all(type(token) is int for token in tokens):
         raise _Damaged("its numbers disagree")
     if set(residency) != set(tiers) or not all(state in RESIDENCIES for state in residency.values()):

@@ -1,26 +1,22 @@
 """The picture that `hicache top` draws of a watched server: lines of text, made for a width and a height."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from hicache.tools.commands import _source as common
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds, plural
-from hicache.tools.watching import COMPUTED, Prefix, Watch
+from hicache.tools.watching import COMPUTED, Order, Watch
 
-SORTS: Final[dict[str, Callable[[Prefix], float]]] = {
-    "last use": lambda prefix: prefix.age_s,
-    "bytes": lambda prefix: -prefix.size_bytes,
-    "leases": lambda prefix: -prefix.leases,
-}
-"""Orders of the prefixes, by name."""
+MAX_FILTER: Final = 256
+"""Characters of a filter, as the server takes them."""
 MAX_SESSIONS: Final = 5
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII_SPARKS: Final = "_.-=+*#@"
 _NAME_COLUMNS: Final = 18
 _RATE_COLUMNS: Final = 13
-_NUMBER_COLUMNS: Final = 55
+_NUMBER_COLUMNS: Final = 63
 """What stands to the right of a prefix."""
 
 
@@ -28,7 +24,7 @@ _NUMBER_COLUMNS: Final = 55
 class Choices:
     """What whoever watches has chosen."""
 
-    sort: str = next(iter(SORTS))
+    order: Order = Order.USES
     filter: str = ""
     is_typing: bool = False
     """Whether the filter is being typed."""
@@ -44,11 +40,11 @@ class Choices:
             elif key in "\x7f\b":
                 self.filter = self.filter[:-1]
             elif key.isprintable():
-                self.filter += key
+                self.filter = (self.filter + key)[:MAX_FILTER]
             return True
         if key == "s":
-            names = list(SORTS)
-            self.sort = names[(names.index(self.sort) + 1) % len(names)]
+            orders = list(Order)
+            self.order = orders[(orders.index(self.order) + 1) % len(orders)]
         elif key == "/":
             self.is_typing = True
         elif key == "\x1b":
@@ -122,6 +118,8 @@ def _tokens(watch: Watch, style: Style) -> list[str]:
 def _evictions(counters: dict[str, Any]) -> str:
     told = [f"{tier} {count:,} (kept below)" for tier, count in counters["evicted_pages"].items()]
     told += [f"{tier} {count:,} (lost)" for tier, count in counters["dropped_pages"].items()]
+    if counters["metadata_dropped_pages"]:
+        told.append(f"index {counters['metadata_dropped_pages']:,} (lost, as its memory was full)")
     refused = [f"{printable(str(why), 24)} {count:,}" for why, count in counters["refused_pages"].items()]
     left = f"  pages that left: {', '.join(told) or 'none'}"
     return left + (f"; refused by NVMe: {', '.join(refused)}" if refused else "")
@@ -142,20 +140,21 @@ def _sessions(sessions: Sequence[dict[str, Any]], style: Style) -> list[str]:
 
 
 def _prefixes(watch: Watch, choices: Choices, style: Style, room: int) -> list[str]:
-    wanted = choices.filter.lower()
-    shown = [each for each in watch.prefixes if wanted in f"{each.title} {each.tenant} {' '.join(each.tiers)}".lower()]
-    shown.sort(key=SORTS[choices.sort])
-    about = f"prefixes by {choices.sort}" + (f", with {printable(choices.filter, 40)!r}" if wanted else "")
-    about += f": {len(shown):,} of {watch.stats['num_nodes']:,}" + ("  paused" if choices.is_paused else "")
+    about = f"prefixes by {watch.order.value}"
+    about += f", with {printable(watch.contains, 40)!r}" if watch.contains else ""
+    seen = "" if watch.is_whole else " seen so far"
+    about += f": {watch.num_matched:,}{seen} of {watch.stats['num_nodes']:,}"
+    about += "  paused" if choices.is_paused else ""
     columns = min(max(style.width - _NUMBER_COLUMNS, 24), 60)
-    numbers = f"{'tokens':>9}{'bytes':>11}  {'tiers':<11}{'last use':>12}{'leases':>8}"
+    numbers = f"{'tokens':>9}{'bytes':>11}  {'tiers':<11}{'last use':>12}{'uses':>8}{'leases':>8}"
     lines = [style.paint(f"  {pad(printable(about, columns - 1), columns)}{numbers}", Colour.DIM)]
-    for each in shown[:room]:
+    for each in watch.prefixes[:room]:
         tiers = " ".join(style.paint(pad(tier, 4), TIER_COLOURS.get(tier)) for tier in each.tiers)
         title = each.title + (f"  of {each.tenant}" if each.tenant else "")
+        uses = f"{each.uses:,}" if each.uses else "-"
         lines.append(
             f"  {pad(printable(title, columns - 1), columns)}{each.num_tokens:>9,}{format_bytes(each.size_bytes):>11}  "
-            f"{pad(tiers, 11)}{common.age(each.age_s):>12}{each.leases or '-':>8}"
+            f"{pad(tiers, 11)}{common.age(each.age_s):>12}{uses:>8}{each.leases or '-':>8}"
         )
     return lines
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache.tools.owner import Owner, tier_names
@@ -14,6 +15,17 @@ MOMENTS: Final = 240
 """Moments that are remembered."""
 COMPUTED: Final = "computed"
 FIRST_TOKENS: Final = 4
+MAX_PREFIXES: Final = 200
+"""Prefixes that are asked for: more than a screen has lines."""
+
+
+class Order(Enum):
+    """What prefixes are ranked by, as people say it."""
+
+    USES = "uses"
+    LATEST = "last use"
+    BYTES = "bytes"
+    LEASES = "leases"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,8 @@ class Prefix:
     size_bytes: int
     tiers: tuple[str, ...]
     age_s: float
+    uses: int
+    """Requests that were given it."""
     leases: int
     """Leases and pins that end with it."""
     first_ids: tuple[int, ...]
@@ -43,7 +57,7 @@ class Prefix:
         return {
             "namespace": self.namespace, "tenant": self.tenant, "first_token": self.first_token,
             "num_tokens": self.num_tokens, "bytes": self.size_bytes, "tiers": list(self.tiers), "age_s": self.age_s,
-            "leases": self.leases,
+            "uses": self.uses, "leases": self.leases,
         }  # fmt: skip
 
 
@@ -55,16 +69,21 @@ class Watch:
         self._owner: Final = owner
         self.stats = owner.stats
         self.prefixes: list[Prefix] = []
-        """All of the last walk that came to its end, in its order; a large tree takes several moments, and until then
-        these are what the first one has met."""
+        """Those that come first in `order`, of those that `contains` leaves, in that order. The server goes through a
+        large tree while several moments pass; until it has, they are the first of those that it has met."""
+        self.num_matched = 0
+        """How many prefixes these are the first of."""
+        self.is_whole = False
+        """Whether the server has gone through all of its tree for them."""
+        self.order = Order.USES
+        self.contains = ""
         self.rates: dict[str, deque[float]] = {}
         """By "lane NAME" bytes a second, and by "tokens SOURCE" tokens a second, moment by moment."""
         self.hit_rates: Final[deque[float]] = deque(maxlen=MOMENTS)
         """Part of the tokens asked for that was found."""
         self._looked_at = now
-        self._walk = owner.browse(tokens=True)
-        self._seen = self.prefixes
-        self._go_on()
+        self._walk = 0
+        self._rank()
 
     def look(self, now: float) -> None:
         """Ask the server how it is. Raises as `Owner` does."""
@@ -77,7 +96,14 @@ class Watch:
         if asked > 0:
             found = _found(self.stats) - _found(before)
             self.hit_rates.append(found / asked)
-        self._go_on()
+        self._rank()
+
+    def choose(self, order: Order, contains: str) -> None:
+        """Rank prefixes so, of those that contain a text (`RankRequest.contains`). Asks the server where that is news;
+        raises as `Owner` does."""
+        if (order, contains) != (self.order, self.contains):
+            self.order, self.contains, self._walk = order, contains, 0
+            self._rank()
 
     def latest(self, name: str) -> float:
         """The last of `rates`; 0 before there is one."""
@@ -85,9 +111,8 @@ class Watch:
         return rates[-1] if rates else 0.0
 
     def to_json(self, num_prefixes: int) -> dict[str, Any]:
-        """The stable form, with the prefixes that were used last."""
+        """The stable form, with the first of the prefixes."""
         stats = self.stats
-        latest = sorted(self.prefixes, key=lambda prefix: prefix.age_s)[:num_prefixes]
         return {
             "format": "hicache-top", "version": 1, "time": stats["time"], "tiers": stats["tiers"],
             "lanes": {
@@ -99,18 +124,22 @@ class Watch:
             },
             "hit_rate": self.hit_rates[-1] if self.hit_rates else None,
             "evicted_pages": stats["counters"]["evicted_pages"], "dropped_pages": stats["counters"]["dropped_pages"],
+            "metadata_dropped_pages": stats["counters"]["metadata_dropped_pages"],
             "refused_pages": stats["counters"]["refused_pages"], "num_leases": stats["num_leases"],
             "sessions": stats["sessions"], "num_prefixes": stats["num_nodes"],
-            "prefixes": [prefix.to_json() for prefix in latest],
+            "prefixes": [prefix.to_json() for prefix in self.prefixes[:num_prefixes]],
         }  # fmt: skip
 
-    def _go_on(self) -> None:
-        """One more step of the walk through the tree: a large one is not asked for as a whole at every moment."""
-        step, layout, names = next(self._walk), self.stats["layout"], tier_names()
-        self._seen += [_prefix(node, layout, names) for node in step.nodes]
-        if not step.walk:
-            self.prefixes, self._seen = self._seen, []
-            self._walk = self._owner.browse(tokens=True)
+    def _rank(self) -> None:
+        from hicache.service.proto import hicache_pb2 as pb
+
+        reply = self._owner.rank(pb.RankRequest(
+            walk=self._walk, order=f"ORDER_{self.order.name}", contains=self.contains,
+            max_nodes=MAX_PREFIXES, max_tokens=FIRST_TOKENS,
+        ))  # fmt: skip
+        layout, names = self.stats["layout"], tier_names()
+        self.prefixes = [_prefix(node, layout, names) for node in reply.nodes]
+        self.num_matched, self.is_whole, self._walk = reply.num_matched, reply.whole, reply.walk
 
 
 def _prefix(node: "pb.BrowsedNode", layout: Mapping[str, int], names: Mapping[int, str]) -> Prefix:
@@ -124,8 +153,9 @@ def _prefix(node: "pb.BrowsedNode", layout: Mapping[str, int], names: Mapping[in
         size_bytes=node.num_pages * layout["page_bytes"],
         tiers=tuple([names[tier] for tier in node.tiers if tier in names]),
         age_s=node.age_ms / 1000,
+        uses=node.num_uses,
         leases=node.num_leases,
-        first_ids=tuple(wire.unpack_int32(node.tokens[: 4 * FIRST_TOKENS])),
+        first_ids=tuple(wire.unpack_int32(node.tokens)),
     )
 
 

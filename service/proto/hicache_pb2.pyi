@@ -53,6 +53,14 @@ class View(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VIEW_NONE: _ClassVar[View]
     VIEW_STATS: _ClassVar[View]
     VIEW_SNAPSHOT: _ClassVar[View]
+
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ORDER_NONE: _ClassVar[Order]
+    ORDER_USES: _ClassVar[Order]
+    ORDER_LATEST: _ClassVar[Order]
+    ORDER_BYTES: _ClassVar[Order]
+    ORDER_LEASES: _ClassVar[Order]
 REASON_NONE: Reason
 REASON_BAD_REQUEST: Reason
 REASON_NO_ROOM: Reason
@@ -85,6 +93,11 @@ DURABILITY_WAIT: Durability
 VIEW_NONE: View
 VIEW_STATS: View
 VIEW_SNAPSHOT: View
+ORDER_NONE: Order
+ORDER_USES: Order
+ORDER_LATEST: Order
+ORDER_BYTES: Order
+ORDER_LEASES: Order
 
 class Error(_message.Message):
     __slots__ = ("reason", "field", "problem", "pages_asked", "pages_free", "slot")
@@ -549,7 +562,7 @@ class PrefetchPrefixRequest(_message.Message):
     def __init__(self, prefix: _Optional[_Union[NamedPrefix, _Mapping]] = ..., within_ms: _Optional[int] = ..., max_pages: _Optional[int] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
-    __slots__ = ("num_tokens", "partial_tokens", "runs", "pinned_tokens", "priority", "retained_ms", "published")
+    __slots__ = ("num_tokens", "partial_tokens", "runs", "pinned_tokens", "priority", "retained_ms", "published", "taken_tokens", "reason", "load_us", "token_ns")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
@@ -557,6 +570,10 @@ class ExplainReply(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     RETAINED_MS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LOAD_US_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     partial_tokens: int
     runs: _containers.RepeatedCompositeFieldContainer[Run]
@@ -564,7 +581,11 @@ class ExplainReply(_message.Message):
     priority: int
     retained_ms: int
     published: bool
-    def __init__(self, num_tokens: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., pinned_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ...) -> None: ...
+    taken_tokens: int
+    reason: str
+    load_us: int
+    token_ns: int
+    def __init__(self, num_tokens: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., pinned_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ..., taken_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., load_us: _Optional[int] = ..., token_ns: _Optional[int] = ...) -> None: ...
 
 class BrowseRequest(_message.Message):
     __slots__ = ("walk", "max_nodes", "tenant", "tokens")
@@ -587,7 +608,7 @@ class BrowseReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[BrowsedNode, _Mapping]]] = ..., walk: _Optional[int] = ...) -> None: ...
 
 class BrowsedNode(_message.Message):
-    __slots__ = ("namespace", "tenant", "first_page", "num_pages", "tiers", "age_ms", "num_leases", "priority", "retained_ms", "published", "num_children", "tokens")
+    __slots__ = ("namespace", "tenant", "first_page", "num_pages", "tiers", "age_ms", "num_leases", "priority", "retained_ms", "published", "num_children", "tokens", "num_uses", "arriving", "leaving")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
@@ -600,6 +621,9 @@ class BrowsedNode(_message.Message):
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_USES_FIELD_NUMBER: _ClassVar[int]
+    ARRIVING_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tenant: str
     first_page: int
@@ -612,7 +636,82 @@ class BrowsedNode(_message.Message):
     published: bool
     num_children: int
     tokens: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., age_ms: _Optional[int] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ..., num_children: _Optional[int] = ..., tokens: _Optional[bytes] = ...) -> None: ...
+    num_uses: int
+    arriving: _containers.RepeatedScalarFieldContainer[Tier]
+    leaving: _containers.RepeatedScalarFieldContainer[Tier]
+    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., age_ms: _Optional[int] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., retained_ms: _Optional[int] = ..., published: _Optional[bool] = ..., num_children: _Optional[int] = ..., tokens: _Optional[bytes] = ..., num_uses: _Optional[int] = ..., arriving: _Optional[_Iterable[_Union[Tier, str]]] = ..., leaving: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+
+class OutlineRequest(_message.Message):
+    __slots__ = ("walk", "max_branches", "max_depth", "max_tokens", "end")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    max_branches: int
+    max_depth: int
+    max_tokens: int
+    end: bool
+    def __init__(self, walk: _Optional[int] = ..., max_branches: _Optional[int] = ..., max_depth: _Optional[int] = ..., max_tokens: _Optional[int] = ..., end: _Optional[bool] = ...) -> None: ...
+
+class OutlineReply(_message.Message):
+    __slots__ = ("walk", "num_seen", "whole", "branches", "hidden_nodes", "hidden_pages")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEEN_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_NODES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    num_seen: int
+    whole: bool
+    branches: _containers.RepeatedCompositeFieldContainer[OutlinedBranch]
+    hidden_nodes: int
+    hidden_pages: int
+    def __init__(self, walk: _Optional[int] = ..., num_seen: _Optional[int] = ..., whole: _Optional[bool] = ..., branches: _Optional[_Iterable[_Union[OutlinedBranch, _Mapping]]] = ..., hidden_nodes: _Optional[int] = ..., hidden_pages: _Optional[int] = ...) -> None: ...
+
+class OutlinedBranch(_message.Message):
+    __slots__ = ("node", "above", "total_nodes", "total_pages", "hidden_nodes", "hidden_pages")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NODES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_NODES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    node: BrowsedNode
+    above: int
+    total_nodes: int
+    total_pages: int
+    hidden_nodes: int
+    hidden_pages: int
+    def __init__(self, node: _Optional[_Union[BrowsedNode, _Mapping]] = ..., above: _Optional[int] = ..., total_nodes: _Optional[int] = ..., total_pages: _Optional[int] = ..., hidden_nodes: _Optional[int] = ..., hidden_pages: _Optional[int] = ...) -> None: ...
+
+class RankRequest(_message.Message):
+    __slots__ = ("walk", "order", "max_nodes", "contains", "max_tokens")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    CONTAINS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    order: Order
+    max_nodes: int
+    contains: str
+    max_tokens: int
+    def __init__(self, walk: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., max_nodes: _Optional[int] = ..., contains: _Optional[str] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class RankReply(_message.Message):
+    __slots__ = ("walk", "nodes", "num_matched", "whole")
+    WALK_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MATCHED_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    walk: int
+    nodes: _containers.RepeatedCompositeFieldContainer[BrowsedNode]
+    num_matched: int
+    whole: bool
+    def __init__(self, walk: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[BrowsedNode, _Mapping]]] = ..., num_matched: _Optional[int] = ..., whole: _Optional[bool] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("walk", "wait_ms", "end")

@@ -12,12 +12,14 @@ from hicache.errors import BadRequest, TierUnavailable
 from hicache.namespace import Namespace
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.browsing import Browsing
-from hicache.service.server.data import prefetched, runs_of
+from hicache.service.server.data import prefetched
 from hicache.service.server.edge import Call
+from hicache.service.server.explaining import Explaining
 from hicache.service.server.recording import Recording
 from hicache.service.server.session import Tokens
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.storing import Storing
+from hicache.service.server.surveying import Surveying
 from hicache.service.server.verifying import Verifying
 from hicache.service.snapshot import moment_of, snapshot_of, stats_of
 from hicache.tier import HOST, NVME, TierId
@@ -50,6 +52,8 @@ class AdminCalls:
         self._status: Final = status
         self._drain: Final = drain
         self._browsing: Final = Browsing(cache, sessions.boot)
+        self._explaining: Final = Explaining(cache, sessions)
+        self._surveying: Final = Surveying(cache, sessions.boot)
         self._verifying: Final = Verifying(cache, storing, sessions.boot, start)
 
     async def inspect(self, call: Call, request: pb.InspectRequest) -> AsyncIterator[pb.InspectPiece]:
@@ -118,20 +122,7 @@ class AdminCalls:
 
     async def explain(self, call: Call, request: pb.NamedPrefix) -> pb.ExplainReply:
         """See the proto. Does not wait."""
-        namespace, tokens = self._named(request)
-        match = self._cache.tree.match(namespace, tokens)
-        coverage = self._cache.coverage(match)
-        # What a sequence takes leaves its last token to be computed: with one token more it may take all of these.
-        decision = self._cache.explain(namespace, np.append(tokens, np.int32(0)))
-        return pb.ExplainReply(
-            num_tokens=coverage.num_tokens,
-            partial_tokens=coverage.partial_tokens,
-            runs=runs_of(coverage),
-            pinned_tokens=decision.pinned_tokens,
-            priority=decision.priority,
-            retained_ms=int(1000 * (decision.retained_s or 0)),
-            published=match.owner != match.asked,
-        )
+        return self._explaining.explain(*self._named(request))
 
     def _named(self, request: pb.NamedPrefix) -> tuple[Namespace, Tokens]:
         """What the owner means. Raises `BadRequest`, also for a namespace of which nothing is cached."""
@@ -145,6 +136,14 @@ class AdminCalls:
     async def browse(self, call: Call, request: pb.BrowseRequest) -> pb.BrowseReply:
         """See the proto. Does not wait."""
         return self._browsing.browse(request)
+
+    async def outline(self, call: Call, request: pb.OutlineRequest) -> pb.OutlineReply:
+        """See the proto. Waits for its moment at most."""
+        return await self._surveying.outline(request)
+
+    async def rank(self, call: Call, request: pb.RankRequest) -> pb.RankReply:
+        """See the proto. Waits for its moment at most."""
+        return await self._surveying.rank(request)
 
     async def record(self, call: Call, request: pb.RecordRequest) -> pb.RecordReply:
         """See the proto. Waits until something is asked, at most until the call's deadline."""

@@ -50,16 +50,23 @@ class Browsing:
             yield from batch
 
     def _show(self, info: NodeInfo, shown: pb.BrowsedNode, *, wants_tokens: bool) -> None:
-        tree, now = self._cache.tree, self._cache.clock.monotonic()
-        shown.namespace, shown.tenant = info.namespace, info.tenant
-        shown.first_page, shown.num_pages = info.first_page, info.num_pages
-        for tier_id, state in zip(tree.tiers, info.residency, strict=True):
-            if state is Residency.RESIDENT:
-                shown.tiers.append(_TIERS[tier_id])
-        shown.age_ms = max(0, int(1000 * (now - info.last_access)))
-        shown.num_leases, shown.num_children = info.num_leases, info.num_children
-        shown.priority, shown.published = tree.priority(info.node), info.is_published
-        until = tree.retained_until(info.node)
-        shown.retained_ms = max(0, int(1000 * (until - now))) if until is not None else 0
+        show(self._cache, info, shown)
         if wants_tokens:
-            shown.tokens = tree.own_tokens_of(info.node).astype("<i4").tobytes()
+            shown.tokens = self._cache.tree.own_tokens_of(info.node).astype("<i4").tobytes()
+
+
+def show(cache: Cache, info: NodeInfo, shown: pb.BrowsedNode) -> None:
+    """A node as it travels, without its tokens."""
+    tree, now = cache.tree, cache.clock.monotonic()
+    shown.namespace, shown.tenant = info.namespace, info.tenant
+    shown.first_page, shown.num_pages = info.first_page, info.num_pages
+    by_state = {Residency.RESIDENT: shown.tiers, Residency.ARRIVING: shown.arriving, Residency.CONDEMNED: shown.leaving}
+    for tier_id, state in zip(tree.tiers, info.residency, strict=True):
+        if state is not Residency.ABSENT:
+            by_state[state].append(_TIERS[tier_id])
+    shown.age_ms = max(0, int(1000 * (now - info.last_access)))
+    shown.num_uses = info.num_uses
+    shown.num_leases, shown.num_children = info.num_leases, info.num_children
+    shown.priority, shown.published = tree.priority(info.node), info.is_published
+    until = tree.retained_until(info.node)
+    shown.retained_ms = max(0, int(1000 * (until - now))) if until is not None else 0

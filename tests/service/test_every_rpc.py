@@ -95,6 +95,8 @@ def _requests(reservation: int) -> dict[str, Any]:
         ),
         "Explain": pb.NamedPrefix(namespace=NAMESPACE.digest, tokens=wire.pack_int32(COLD)),
         "Browse": pb.BrowseRequest(max_nodes=10),
+        "Outline": pb.OutlineRequest(max_branches=10),
+        "Rank": pb.RankRequest(order=pb.ORDER_USES, max_nodes=10),
         "Record": pb.RecordRequest(wait_ms=30_000),
         "Drain": pb.DrainRequest(),
         "Enter": pb.Hello(protocol=wire.PROTOCOL, staging_bytes=1 << 16),

@@ -17,6 +17,7 @@ def node(
     where: str,
     *,
     age_s: float = 1.0,
+    uses: int = 0,
     leases: int = 0,
 ) -> dict[str, Any]:
     """A node of `num_pages` pages whose token ids count up from its place; `where` has a letter for each tier."""
@@ -27,7 +28,7 @@ def node(
         "tokens": [node_id * 1000 + index for index in range(num_pages * 16)],
         "bytes": num_pages * PAGE_BYTES,
         "residency": dict(zip(("device", "host", "nvme"), (states[letter] for letter in where), strict=True)),
-        "age_s": age_s, "leases": leases,
+        "age_s": age_s, "uses": uses, "leases": leases,
     }  # fmt: skip
 
 
@@ -58,9 +59,9 @@ def cache_snapshot() -> dict[str, Any]:
         "num_nodes": 6,
         "num_leases": 1,
         "nodes": [
-            node(0, None, 0, 3, "+++", age_s=0.0, leases=1),
+            node(0, None, 0, 3, "+++", age_s=0.0, uses=41, leases=1),
             node(1, 0, 3, 100, "+++", age_s=2.5, leases=1),
-            node(2, 0, 3, 120, ".++", age_s=75.0),
+            node(2, 0, 3, 120, ".++", age_s=75.0, uses=1_200),
             node(3, 1, 103, 2, "+..", age_s=2.5, leases=1),
             node(4, 1, 103, 1, ".>+", age_s=4000.0),
             node(5, 2, 123, 1, "..+", age_s=4000.0),

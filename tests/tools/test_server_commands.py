@@ -1,6 +1,7 @@
 """What the commands say of a server whose cache is known, and do to it."""
 
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hicache.service.client import Client, EngineWork, Prompt
 from hicache.service.server.process import Server
 from hicache.tier import HOST
 from hicache.tools.cli import main
+from hicache.tools.units import format_seconds
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ThreadServer
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, store
@@ -50,14 +52,28 @@ def test_tree(known: Known) -> None:
     text = shell.text("tree")
     assert text.partition("namespace ")[2] == (
         f"{DIGEST[:16]}…: 3 prefixes, 28.0 KiB\n"
-        " tokens bytes tiers last use leases\n"
-        "└─ tokens 0 1 2 3 … 32 8.00 KiB . N AGE -\n"
-        " ├─ tokens 900 901 902 903 … 48 12.0 KiB H . AGE -\n"
-        " └─ tokens 32 33 34 35 … 32 8.00 KiB . N AGE -\n"
+        " tokens bytes tiers last use uses leases\n"
+        "└─ tokens 0 1 2 3 … 32 8.00 KiB . N AGE - -\n"
+        " ├─ tokens 900 901 902 903 … 48 12.0 KiB H . AGE - -\n"
+        " └─ tokens 32 33 34 35 … 32 8.00 KiB . N AGE - -\n"
     )
-    prefixes = shell.json("tree", "--depth", "1")["prefixes"]
-    assert [(each["num_tokens"], each["hidden"], each["namespace"]) for each in prefixes] == [(32, 2, DIGEST)]
+    told = shell.json("tree", "--depth", "1")
+    assert (told["num_prefixes"], told["num_seen"]) == (3, 3)
+    assert [(each["num_tokens"], each["hidden"], each["namespace"]) for each in told["prefixes"]] == [(32, 2, DIGEST)]
     shell.json("tree", "--text")
+
+
+def test_the_tree_says_how_often_prefixes_are_used(known: Known) -> None:
+    _, client, shell = known
+    for prompt in (WARM, WARM, COLD[: 2 * PAGE], [*WARM, 5, 6]):
+        client.lookup(Prompt(NAMESPACE, prompt))
+        with client.acquire(Prompt(NAMESPACE, prompt)):
+            pass
+    shown = [(each["first_token"], each["num_tokens"], each["uses"]) for each in shell.json("tree")["prefixes"]]
+    assert sorted(shown) == [(0, 32, 4), (32, 32, 0), (32, 48, 3)]
+    text = shell.text("tree")
+    assert "└─ tokens 0 1 2 3 … 32 8.00 KiB H N AGE 4 -\n" in text
+    assert " ├─ tokens 900 901 902 903 … 48 12.0 KiB H . AGE 3 -\n" in text
 
 
 def test_sessions(known: Known) -> None:
@@ -76,28 +92,48 @@ def test_explain(known: Known) -> None:
     server, _, shell = known
     assert shell.text("explain", words([*WARM[: 4 * PAGE], *WARM[4 * PAGE : 4 * PAGE + 3], 7, 7])) == (
         f"cached: 64 of 69 tokens (4 pages, 16.0 KiB) of namespace {DIGEST[:16]}; 5 are not cached in whole pages\n"
-        " 0 to 31 nvme on NVMe alone: the server loads it into host memory when it is acquired\n"
-        " 32 to 63 host in host memory: an engine on this machine maps it, nothing is copied\n"
-        " 64 to 66 miss a cached page begins so and goes on otherwise: an engine may copy this part of it, "
-        "or computes it\n"
-        " 67 to 68 miss less than a page of 16 tokens: only whole pages are cached, an engine computes it\n"
-        " loading from NVMe -\n computing what is missing -\n computing all of it -\n"
+        " 0 to 31 nvme 32 tokens: would be loaded, as it is on NVMe alone\n"
+        " 32 to 63 host 32 tokens: would be mapped, as it is in host memory: nothing is copied\n"
+        " 64 to 66 miss 3 tokens: would be computed, as a cached page begins so and goes on otherwise; an engine may "
+        "copy this part of it instead\n"
+        " 67 to 68 miss 2 tokens: would be computed, as it is less than a page of 16 tokens, and only whole pages are "
+        "cached\n"
+        " so 64 tokens would be taken from the cache: what computing costs is not known, or rests on too few steps: it "
+        "is loaded\n"
+        " loading from NVMe -\n computing what is not taken -\n computing all of it -\n"
     )
     told = shell.json("explain", words(COLD), "--namespace", DIGEST[:5])
     assert told["tokens_by_place"] == {"nvme": 64}
     whys = {span["why"] for span in shell.json("explain", words(list(range(5000, 5000 + PAGE))))["spans"]}
-    assert whys == {"no cached prompt begins so: it was never stored, or has left; an engine computes it"}
+    assert whys == {"as no cached prompt begins so: it was never stored, or has left"}
     server.run(_promote(server))
-    assert shell.json("explain", words(COLD))["predicted"]["load_s"] == 0
+    told = shell.json("explain", words(COLD))
+    assert told["predicted"]["load_s"] == 0
+    assert (told["taken_tokens"], told["reason"]) == (
+        64, "all that is cached is in host memory: nothing has to be loaded",
+    )  # fmt: skip
 
 
 def test_times_are_predicted_from_what_engines_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with known_server(tmp_path, times__lease_s=1.0) as (server, client):
         client.report(EngineWork(prefill_tokens=1000, prefill_s=2.0))
         server.until(lambda inside: inside.sessions.work.prefill_tokens == 1000, within_s=WAIT_S)
-        predicted = Shell(server.directory, capsys).json("explain", words([*WARM, 5, 5, 5]))["predicted"]
-    assert predicted["compute_s"] == pytest.approx(0.002 * 3)
-    assert predicted["recompute_s"] == pytest.approx(0.002 * (len(WARM) + 3))
+        shell = Shell(server.directory, capsys)
+        told = shell.json("explain", words([*WARM, 5, 5, 5]))
+        assert told["predicted"]["compute_s"] == pytest.approx(0.002 * 3)
+        assert told["predicted"]["recompute_s"] == pytest.approx(0.002 * (len(WARM) + 3))
+        assert told["reason"] == "nvme->host has copied nothing lately: loading shows what it costs"
+        server.run(_promote(server))
+        server.run(leave_the_host(server))
+        told = shell.json("explain", words([*COLD, 5, 5, 5]))
+        text = shell("explain", words([*COLD, 5, 5, 5]))[1]
+    load_s = told["predicted"]["load_s"]
+    cached, missing = told["spans"]
+    assert (cached["where"], cached["action"], cached["load_s"]) == ("nvme", "load", load_s)
+    assert cached["compute_s"] == pytest.approx(0.002 * len(COLD))
+    assert (missing["action"], missing["load_s"]) == ("compute", None)
+    assert re.fullmatch(r"loading what is cached takes [0-9.]+ ms, computing all of it 134.0 ms", told["reason"])
+    assert f"would be loaded ({format_seconds(load_s)}; computing it 128 ms), as it is on NVMe alone\n" in text
 
 
 async def _promote(server: ThreadServer) -> None:

@@ -1,7 +1,10 @@
 """Snapshot files: read back whole, damaged or foreign, and drawn."""
 
 import json
+import os
 import random
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.tools import snapshot as snapshot_module
 from hicache.tools.cli import main
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.snapshot import load, wrap
 from tests.tools import snapshots
+from tests.tools.served import check_schema
 from tests.tools.snapshots import content, node, write
 
 
@@ -75,7 +80,8 @@ def test_a_snapshot_without_a_part_is_damaged(tmp_path: Path, field: str) -> Non
     [
         ("id", "1"), ("id", 0), ("parent", 77), ("parent", "0"), ("first_token", 16), ("num_tokens", 0),
         ("num_tokens", 99), ("tokens", [1, 2]), ("tokens", "x"), ("bytes", -1), ("age_s", -1.0),
-        ("leases", True), ("residency", {}), ("residency", {"device": "on fire", "host": "absent", "nvme": "absent"}),
+        ("leases", True), ("uses", -1), ("uses", "x"), ("residency", {}),
+        ("residency", {"device": "on fire", "host": "absent", "nvme": "absent"}),
         ("namespace", None),
     ],
 )  # fmt: skip
@@ -93,6 +99,42 @@ def test_a_damaged_node_is_left_out_with_what_hangs_on_it(
     assert "2 documents" in out
     assert err == "hicache tree: 3 prefixes of the file are damaged and left out\n"
     assert main(["stats", str(path)]) == 1
+
+
+def test_a_file_of_a_writer_that_counted_no_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = snapshots.cache_snapshot()
+    for each in cache["nodes"]:
+        del each["uses"]
+    path = str(write(tmp_path, content(cache=cache)))
+    assert main(["tree", "--json", path]) == 0
+    told = json.loads(capsys.readouterr().out)
+    check_schema("tree", told)
+    assert {each["uses"] for each in told["prefixes"]} == {None}
+    assert main(["tree", path]) == 0
+    assert "D H N        now       -      1" in capsys.readouterr().out
+
+
+def test_a_pipe_is_read_and_what_never_ends_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path).read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for limit, num_pieces, status in ((1 << 30, 1, 0), (len(data) - 1, 1, 1), (len(data), 1, 0), (1 << 20, 1 << 16, 1)):
+        monkeypatch.setattr(snapshot_module, "MAX_FILE_BYTES", limit)
+        thread = threading.Thread(target=_write, args=(pipe, data, num_pieces))
+        thread.start()
+        assert main(["stats", str(pipe)]) == status
+        thread.join()
+        err = capsys.readouterr().err
+        assert err == "" if not status else err.startswith(f"hicache stats: {pipe} is longer than ")
+
+
+def _write(pipe: Path, data: bytes, num_pieces: int) -> None:
+    """Write for as long as somebody reads."""
+    with suppress(BrokenPipeError), pipe.open("wb", buffering=0) as file:
+        for _ in range(num_pieces):
+            file.write(data)
 
 
 def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -164,13 +206,13 @@ def test_the_tree_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
   NVMe         720 KiB of 281 MiB   ▏·······························   0.2%          1 of 400 pages
 
 namespace 8a8a8a8a8a8a8a8a…: 6 prefixes, 160 MiB
-                                                              tokens      bytes  tiers   last use leases
-└─ 2 documents                                                    48   2.11 MiB  D H N        now      1
-   ├─ evil\\x1b[31m\\nname                                       1,920   84.4 MiB  . H N 1 min 15 s      -
-   │  tokens 5000 5001 5002 5003 …                                16    720 KiB  . . N 1 h 07 min      -
-   └─ argparse                                                 1,600   70.3 MiB  D H N     2.50 s      1
-      ├─ argparse                                                 32   1.41 MiB  D . .     2.50 s      1
-      └─ tokens 4000 4001 4002 4003 …                             16    720 KiB  . h N 1 h 07 min      -
+                                                              tokens      bytes  tiers   last use    uses leases
+└─ 2 documents                                                    48   2.11 MiB  D H N        now      41      1
+   ├─ evil\\x1b[31m\\nname                                       1,920   84.4 MiB  . H N 1 min 15 s   1,200      -
+   │  tokens 5000 5001 5002 5003 …                                16    720 KiB  . . N 1 h 07 min       -      -
+   └─ argparse                                                 1,600   70.3 MiB  D H N     2.50 s       -      1
+      ├─ argparse                                                 32   1.41 MiB  D . .     2.50 s       -      1
+      └─ tokens 4000 4001 4002 4003 …                             16    720 KiB  . h N 1 h 07 min       -      -
 """
     )
 

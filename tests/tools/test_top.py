@@ -18,15 +18,16 @@ from time import monotonic
 import pytest
 
 from hicache.service.client import Prompt
-from hicache.tools import owner
+from hicache.service.server.walks import MAX_WALKS
+from hicache.tools import owner, watching
 from hicache.tools.cli import main
 from hicache.tools.terminal import Style
-from hicache.tools.top_view import Choices, sparkline
-from hicache.tools.watching import Watch
+from hicache.tools.top_view import MAX_FILTER, Choices, frame, sparkline
+from hicache.tools.watching import Order, Watch
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S
 from tests.service.stored import NAMESPACE
-from tests.tools.served import WARM, check_schema, known_server
+from tests.tools.served import COLD, WARM, check_schema, known_server
 
 
 class Terminal:
@@ -93,7 +94,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 def test_top_in_a_terminal(tmp_path: Path) -> None:
     with known_server(tmp_path) as (server, client), terminal("top", "--socket-dir", str(server.directory)) as top:
-        top.until(r"prefixes by last use: 3 of 3")
+        top.until(r"prefixes by uses: 3 of 3")
         top.until(r"q quit")
         for expected in ("3 of 64 pages", "4 of 127 pages", "host → NVMe", "hit rate", "pages that left: host 4",
                          "engine\\x1b[31m", f"{NAMESPACE.digest.hex()[:8]}       0: 0 1 2 3 …"):  # fmt: skip
@@ -104,17 +105,23 @@ def test_top_in_a_terminal(tmp_path: Path) -> None:
             top.press(" ")
             top.until(r"hit rate\s+100.0%")
             top.until(r"1 lease\b")
+        top.until(r"0: 0 1 2 3 … +32 +8.00 KiB  host nvme +[0-9.]+ m?s +1 +")
         top.press("s")
-        top.until("prefixes by bytes: 3 of 3")
-        top.press("ss")
         top.until("prefixes by last use: 3 of 3")
+        top.press("ss")
+        top.until("prefixes by leases: 3 of 3")
+        top.press("s")
+        top.until("prefixes by uses: 3 of 3")
         top.press("/900")
         top.until("filter: 900_")
-        top.until("prefixes by last use, with '900': 1 of 3")
-        top.press("\x7f\x7f\x7fnvme\r")
+        top.until("prefixes by uses, with '900': 1 of 3")
+        top.press("\x7f\x7f\x7fñ中")
+        top.until("filter: ñ中_")
+        top.until("with 'ñ中': 0 of 3")
+        top.press("\x7f\x7fnvme\r")
         top.until("with 'nvme': 2 of 3")
         top.press("\x1b")
-        top.until("prefixes by last use: 3 of 3")
+        top.until("prefixes by uses: 3 of 3")
         top.resize(80, 20)
         top.until("q quit")
         lines = re.sub(r"\x1b\[[0-9;?]*m", "", top.shown[top.shown.rindex("\x1b[H") :]).split("\n")
@@ -143,19 +150,53 @@ def test_the_json_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         content = json.loads(capsys.readouterr().out)
         check_schema("top", content)
         assert sorted(prefix["num_tokens"] for prefix in content["prefixes"]) == [32, 32, 48]
+        assert {prefix["uses"] for prefix in content["prefixes"]} == {0}
         assert content["hit_rate"] is None
 
 
-def test_a_tree_of_several_steps_is_shown_as_far_as_it_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, "BROWSE_NODES", 1)
+def test_prefixes_are_those_that_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "MAX_PREFIXES", 2)
+    with known_server(tmp_path) as (server, client), owner.reached(server.directory) as asked:
+        for prompt in (COLD, COLD, WARM):
+            with client.acquire(Prompt(NAMESPACE, prompt)):
+                pass
+        watch = Watch(asked, 0.0)
+        assert (watch.num_matched, watch.is_whole) == (3, True)
+        assert [(each.first_token, each.num_tokens, each.uses) for each in watch.prefixes] == [(0, 32, 3), (32, 32, 2)]
+        watch.choose(Order.LATEST, "")
+        assert {each.num_tokens for each in watch.prefixes} == {32, 48}
+        assert [each.first_token for each in watch.prefixes] == [0, 32]
+        watch.choose(Order.BYTES, "")
+        assert watch.prefixes[0].num_tokens == 48
+        with client.acquire(Prompt(NAMESPACE, COLD)):
+            watch.choose(Order.LEASES, "")
+            assert [(each.first_token, each.leases) for each in watch.prefixes] == [(32, 1), (0, 0)]
+        for contains, matched in (
+            ("900 901", 1), (NAMESPACE.digest.hex()[5:25].upper(), 3), ("nvme", 2), ("host nvme 32 33", 1),
+            ("901 902 903 9", 0),
+        ):  # fmt: skip
+            watch.choose(Order.USES, contains)
+            assert watch.num_matched == matched, contains
+
+
+def test_what_a_server_has_forgotten_it_begins_anew(tmp_path: Path) -> None:
     with known_server(tmp_path) as (server, _), owner.reached(server.directory) as asked:
-        watch, counts = Watch(asked, 0.0), list[int]()
-        for now in range(1, 8):
-            counts.append(len(watch.prefixes))
-            watch.look(float(now))
-    assert counts == [1, 2, 3, 3, 3, 3, 3]
+        watch = Watch(asked, 0.0)
+        for _ in range(MAX_WALKS + 1):
+            Watch(asked, 0.0)
+        watch.look(1.0)
+        assert watch.num_matched == 3
+
+
+def test_what_the_index_dropped_is_told(tmp_path: Path) -> None:
+    with known_server(tmp_path) as (server, _), owner.reached(server.directory) as asked:
+        watch = Watch(asked, 0.0)
+        told = "\n".join(frame(watch, Choices(), "server", Style(), 50))
+        assert "(lost, as its memory was full)" not in told
+        server.call(lambda inside: setattr(inside.cache.counters, "metadata_dropped_pages", 1234))
+        watch.look(1.0)
+        assert "index 1,234 (lost, as its memory was full)" in "\n".join(frame(watch, Choices(), "server", Style(), 50))
+        assert watch.to_json(1)["metadata_dropped_pages"] == 1234
 
 
 def test_without_a_terminal_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,4 +222,6 @@ def test_keys() -> None:
     assert (choices.filter, choices.is_typing) == ("q", False)
     assert choices.press("\x1b")
     assert not choices.filter
+    assert all(map(choices.press, "/" + 300 * "ñ" + "\r"))
+    assert choices.filter == MAX_FILTER * "ñ"
     assert not choices.press("q")

@@ -3,14 +3,14 @@
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from hicache.tools.commands import _server
 from hicache.tools.exits import CommandFailed, UsageProblem
-from hicache.tools.owner import reached
-from hicache.tools.snapshot import Snapshot, load, of_server
+from hicache.tools.owner import Owner, reached
+from hicache.tools.snapshot import Snapshot, load
 from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds, plural
 
@@ -38,13 +38,13 @@ def check_source(args: argparse.Namespace) -> None:
         raise UsageProblem("name a snapshot file or a server, not both")
 
 
-def read(args: argparse.Namespace, *, nodes: bool) -> tuple[str, Snapshot]:
-    """What was named, by name; of a server with its prefixes where `nodes` asks for them."""
+def read(args: argparse.Namespace, ask: Callable[[Owner], Snapshot]) -> tuple[str, Snapshot]:
+    """What was named, by name; `ask` asks where it is a server."""
     path: Path | None = args.file or args.snapshot
     if path is not None:
         return os.fspath(path), load(path)
     with reached(args.socket_dir) as owner:
-        return f"server at {owner.directory}", of_server(owner.inspect(nodes=True) if nodes else owner.stats)
+        return f"server at {owner.directory}", ask(owner)
 
 
 def check_whole(snapshot: Snapshot) -> None:

@@ -9,7 +9,7 @@ from hicache.tools.commands import _prefix, _server
 from hicache.tools.exits import Exit
 from hicache.tools.found import Found
 from hicache.tools.owner import reached
-from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad
+from hicache.tools.terminal import TIER_COLOURS, Colour, Style, pad, printable
 from hicache.tools.units import format_seconds, plural
 
 JSON_FORMAT: Final = "hicache-explain"
@@ -21,7 +21,10 @@ examples:
   hicache explain - --json < tokens.txt
 
 It changes nothing, and counts as no use. Times are predicted from what the lanes have moved and
-from what engines told of their prefill; "-" where nobody has told yet.
+from what engines told of their prefill; "-" where nobody has told yet. What is said is what comes
+of an engine that asks for the whole prompt and holds no other pages: all that is cached is lent
+to it, as far as one session may have pages, also where computing would be faster; the line that
+begins with "so" then says that, and an engine may acquire less.
 
 exit status: 0 answered, whatever is cached; 1 no server answers, or it has no such namespace;
              2 bad usage
@@ -55,9 +58,10 @@ def lines(found: Found, style: Style) -> list[str]:
     for span in found.spans:
         colour = TIER_COLOURS.get(span.where, Colour.COMPUTED)
         extent = f"{span.start:,} to {span.stop - 1:,}"
-        shown.append(f"  {extent:>21}  {style.paint(pad(span.where, 6), colour)}{span.why}")
+        shown.append(f"  {extent:>21}  {style.paint(pad(span.where, 6), colour)}{span.in_words()}")
+    shown.append(f"  so {plural(found.taken_tokens, 'token')} would be taken from the cache: {printable(found.reason)}")
     for name, seconds in (
-        ("loading from NVMe", found.load_s), ("computing what is missing", found.compute_s),
+        ("loading from NVMe", found.load_s), ("computing what is not taken", found.compute_s),
         ("computing all of it", found.recompute_s),
     ):  # fmt: skip
         shown.append(f"  {name:<27}{'-' if seconds is None else format_seconds(seconds):>12}")

@@ -7,7 +7,7 @@ from typing import Final
 
 from hicache.tools.commands import _source as common
 from hicache.tools.exits import Exit
-from hicache.tools.snapshot import Snapshot
+from hicache.tools.snapshot import Snapshot, of_server
 from hicache.tools.terminal import Colour, Style, pad, printable
 from hicache.tools.units import format_bytes, format_seconds
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
     common.check_source(args)
-    name, snapshot = common.read(args, nodes=False)
+    name, snapshot = common.read(args, lambda owner: of_server(owner.stats))
     if args.json:
         print(json.dumps(to_json(snapshot), indent=2))
     else:

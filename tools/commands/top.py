@@ -1,6 +1,7 @@
 """`hicache top`: a running server, watched."""
 
 import argparse
+import codecs
 import json
 import os
 import select
@@ -22,9 +23,14 @@ from hicache.tools.watching import Watch
 RESIZE_S: Final = 0.2
 """How soon a terminal that was resized is drawn anew."""
 JSON_PREFIXES: Final = 50
+MAX_TYPED: Final = 1024
+"""Bytes that are read of what was typed at once."""
 _EPILOG: Final = """\
-keys: q quits, s sorts the prefixes by last use, bytes or leases, / filters them by namespace,
+keys: q quits, s sorts the prefixes by uses, last use, bytes or leases, / filters them by namespace,
 tenant, tier or first token ids (Esc clears), p pauses.
+
+Uses are requests that were given a prefix since the server was started. In a large cache the
+server takes a while to go through all prefixes, a moment at a time.
 
 Tiers are bars; lanes show what they move now, their queues, and what they moved before, one
 column an interval; tokens are shown by where they came from. "kept below" left for a slower
@@ -83,10 +89,10 @@ def _draw(watch: Watch, name: str, interval: float, count: int | None) -> None:
             live.update(Group(*texts), refresh=True)
             return size.width, size.height
 
-        drawn, due = draw(), time.monotonic() + interval
+        drawn, due, keys = draw(), time.monotonic() + interval, Keys()
         while count is None or count > 0:
-            key = _key(min(max(0.0, due - time.monotonic()), RESIZE_S))
-            if key is not None and not choices.press(key):
+            pressed = keys.read(min(max(0.0, due - time.monotonic()), RESIZE_S))
+            if not all(map(choices.press, pressed)):
                 return
             is_due = time.monotonic() >= due
             if is_due:
@@ -94,17 +100,25 @@ def _draw(watch: Watch, name: str, interval: float, count: int | None) -> None:
                 count = count - 1 if count is not None else None
                 if not choices.is_paused:
                     watch.look(time.monotonic())
-            if is_due or key is not None or tuple(console.size) != drawn:
+            watch.choose(choices.order, choices.filter)
+            if is_due or pressed or tuple(console.size) != drawn:
                 drawn = draw()
 
 
-def _key(within_s: float) -> str | None:
-    """A key that was pressed, or None after a while; the end of the input is a `q`."""
-    ready, _, _ = select.select([sys.stdin], [], [], within_s)
-    if not ready:
-        return None
-    # One at a time, and past Python's own buffer, of which `select` knows nothing.
-    return os.read(sys.stdin.fileno(), 1).decode("latin-1") or "q"
+class Keys:
+    """What is typed, of which a character may be several bytes."""
+
+    def __init__(self) -> None:
+        self._decoder: Final = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self, within_s: float) -> str:
+        """What is typed until something is, or for a while; empty for nothing. The end of the input is a `q`."""
+        ready, _, _ = select.select([sys.stdin], [], [], within_s)
+        if not ready:
+            return ""
+        # Past Python's own buffer, of which `select` knows nothing.
+        data = os.read(sys.stdin.fileno(), MAX_TYPED)
+        return self._decoder.decode(data) if data else "q"
 
 
 @contextmanager
