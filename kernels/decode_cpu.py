@@ -5,9 +5,9 @@ first time, a fraction of one in later processes. `prepare` does that; until it 
 or a type that the loops do not take, the torch path does the work (`attend_torch.py`). So nobody waits for a compiler
 who has not asked for it.
 
-A part is cut into a few runs of tokens for each of torch's threads, which take one after the other, in whatever order: a
-thread that is held up leaves more of them to the others. Each run goes on with a state of its own from part to part, and
-the states are merged in order of the runs: the same bits every time, for the same number of threads.
+A part is cut into a few runs of tokens for each of torch's threads, which take one after the other, in whatever order:
+a thread that is held up leaves more of them to the others. Each run goes on with a state of its own from part to part,
+and the states are merged in order of the runs: the same bits every time, for the same number of threads.
 """
 
 import logging
