@@ -57,8 +57,7 @@ class Restoring(Structure):
         if not bytes(raw[TOKEN_BYTES - 1 :: TOKEN_BYTES]).isascii():
             check_ids("tokens", np.frombuffer(raw, INT32))
         new_slots = pack_slots(slots, num_pages).tobytes()
-        if type(chain) is not bytes or len(chain) != DIGEST_BYTES:
-            raise BadRequest("chain", f"{chain!r:.80} is not {DIGEST_BYTES} bytes")
+        check_chain(chain)
         now = moment("now", now)
         digest = digest_of(namespace)
         root = self._roots.get(digest)
@@ -77,8 +76,7 @@ class Restoring(Structure):
         self._advance(now)
         if above is None:
             above = self._roots[digest] = Root(namespace, self._tier_index)
-        node = self._attach(above, raw, 0, index, new_slots)
-        node._chain = chain
+        node = self._attach(above, raw, 0, index, new_slots, chain)
         # What is above was used no earlier than what is below it: the first that is up to date ends the walk.
         while above._parent is not None and above._last_access < self._now:
             self._use(above)
@@ -96,3 +94,9 @@ class Restoring(Structure):
             raise NoRoom("metadata", pages_asked=num_pages, pages_free=0, problem=(
                 f"{growth} bytes asked of a budget of {budget}, of which {self.metadata_bytes} are used"
             ))
+
+
+def check_chain(chain: object) -> None:
+    """Raise `BadRequest` for what cannot be a digest of a chain."""
+    if type(chain) is not bytes or len(chain) != DIGEST_BYTES:
+        raise BadRequest("chain", f"{chain!r:.80} is not {DIGEST_BYTES} bytes")

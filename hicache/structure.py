@@ -280,13 +280,17 @@ class Structure:
 
     # -- linking ------------------------------------------------------------------------------------------------------
 
-    def _attach(self, parent: Node, raw: memoryview | bytes, position: int, index: int, slots: bytes) -> Node:
-        """Hang a new leaf with the tokens `raw[position:]` below `parent`, resident in one tier."""
+    def _attach(
+        self, parent: Node, raw: memoryview | bytes, position: int, index: int, slots: bytes, chain: bytes | None
+    ) -> Node:
+        """Hang a new leaf with the tokens `raw[position:]` below `parent`, resident in one tier. `chain`: the digest at
+        its end, where it is known."""
         first = position + self._page_bytes
         key = bytes(raw[position:first])
         node = Node(parent._root, key, bytes(raw[first:]), 0, len(slots) // SLOT_BYTES)
         node._last_access = self._now
         node._parent = parent
+        node._chain = chain
         children = parent._children
         if children is None:
             children = parent._children = {}

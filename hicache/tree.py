@@ -55,7 +55,7 @@ from hicache.publishing import Publishing
 from hicache.readable import Readable
 from hicache.reporting import Reporting
 from hicache.residency import Event, Residency
-from hicache.restoring import Restoring
+from hicache.restoring import Restoring, check_chain
 from hicache.results import Finished, Freed, Inserted, Match, NodeInfo, Occupancy, Partial, Removed
 from hicache.sortedchunks import SortedChunks
 from hicache.structure import SLOT_BYTES, digest_of, pack_parts
@@ -236,6 +236,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         tier: TierId,
         slots: npt.ArrayLike,
         first_page: int = 0,
+        chain: bytes | None = None,
         now: float,
     ) -> Inserted:
         """Publish pages: `tokens` are whole pages from the root, `slots` those of pages `first_page` and on, none of
@@ -246,13 +247,16 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         slot comes back in `Inserted.duplicates`. Counts as a use of the whole path at `now`. Splits where needed, and
         joins runs of equal residency behind it, so that a sequence published page by page does not become a chain.
 
+        `chain` is the digest of the chain at the end of the last page (`PageIdentity.chain`), where the caller has it:
+        the tree, which takes his word for it, need not hash the tokens again.
+
         Where the tree's metadata would grow past its budget, whole nodes leave first, with all their copies: the
         coldest that have no children, no leases and no holds, over all tiers and namespaces, never one of this path.
         Their slots come back in `Inserted.freed`.
 
         Raises `BadRequest` naming the field: tokens that are no token ids, not whole pages, or none; slots that do not
-        match the pages, are negative or named twice; an unknown tier; a `first_page` past what the tree knows. `NoRoom`
-        naming "metadata" when not enough can leave.
+        match the pages, are negative or named twice; an unknown tier; a `chain` that is no digest; a `first_page` past
+        what the tree knows. `NoRoom` naming "metadata" when not enough can leave.
         """
         index = tier_index(self._tier_index, tier)
         packed = view_tokens(tokens)
@@ -262,6 +266,8 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
         first_page = whole("first_page", first_page, 0, num_pages)
         now = moment("now", now)
         new_slots = pack_slots(slots, num_pages - first_page).tobytes()
+        if chain is not None:
+            check_chain(chain)
         page_bytes = self._page_bytes
         raw = raw_bytes(packed)
         digest = digest_of(namespace)
@@ -308,7 +314,7 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
             num_stored = self._add_copies(path, index, new_slots, first_page, duplicates)
         if matched < num_pages:
             known = max(0, matched - first_page) * SLOT_BYTES
-            node = self._attach(node, raw, position, index, new_slots[known:])
+            node = self._attach(node, raw, position, index, new_slots[known:], chain)
             num_stored += node._num_pages
             if node._parent is not root:
                 self._merge_upwards(node)

@@ -14,6 +14,7 @@ import pytest
 from hicache import tree
 from hicache.errors import BadRequest, NotResident
 from hicache.node import Node
+from hicache.policy import history
 from hicache.residency import Residency
 from hicache.results import Match
 from hicache.sortedchunks import CHUNK, ORDER_FROM, SortedChunks
@@ -509,6 +510,25 @@ def test_identities_are_the_chain_from_the_root_whatever_the_shape() -> None:
         assert [(page.namespace, page.prefix, page.tokens) for page in found] == expected
     assert world.tree.identities(node)[-1].chain == chain
     world.tree.check_integrity()
+
+
+def test_a_digest_that_comes_with_pages_is_kept_and_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, untold = World(), World()
+    tokens = sequence(1, 24)
+    end = untold.tree.identities(untold.insert(tokens).node)[-1].chain
+    node = told.tree.insert(
+        told.namespace, tokens, tier=HOST, slots=told.slots(HOST, 6), chain=end, now=told.tick()
+    ).node
+    monkeypatch.setattr(history, "chain_digest", None)  # to be called by nobody
+    assert history.prefix_of(node) == end
+    told.tree.check_integrity()
+    # It is that of the end: the rest of a run that is cut has its own.
+    monkeypatch.undo()
+    told.tree.split(node, 2)
+    assert [page.chain for step in told.tree.path(node) for page in told.tree.identities(step)] == [
+        page.chain for page in untold.tree.identities(untold.tree.match(untold.namespace, tokens).nodes[-1])
+    ]
+    told.tree.check_integrity()
 
 
 def test_i03_a_hash_of_eight_bits_finds_no_wrong_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ NODES: Final[dict[str, tuple[str, Call]]] = {
     "unpin": ("pin", lambda b, v: b.tree.unpin(v)),
     "finish_move": ("move", lambda b, v: b.tree.finish_move(v, [True])),
     "match": ("namespace", lambda b, v: b.tree.match(v, TOKENS)),
+    "chain": ("chain", lambda b, v: b.insert(chain=instead(v, bytes(31)))),
     "insert": ("namespace", lambda b, v: b.tree.insert(v, TOKENS, tier=HOST, slots=range(90, 94), now=1.0)),
     "remove": ("namespace", lambda b, v: b.tree.remove(v, TOKENS)),
     "publish": ("namespace", lambda b, v: b.tree.publish(v, TOKENS)),
