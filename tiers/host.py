@@ -17,7 +17,7 @@ from hicache.errors import BadRequest, TierUnavailable
 from hicache.layout import AttentionKind, KVLayout, LayerGroup, PageOrder
 from hicache.tier import HOST, SUM_BYTES, Outcome, PageIdentity, PageRead, PageSums, PageWrite, Slots, TierId
 from hicache.tiers.arena import Arena
-from hicache.tiers.memory import MemoryTier, capacity_in_pages
+from hicache.tiers.memory import Held, MemoryTier, capacity_in_pages
 from hicache.tiers.slots import SlotPool
 
 SLOT_ALIGNMENT: Final = 4096
@@ -216,6 +216,26 @@ class HostTier(MemoryTier):
         """See `SupportsSums`. Raises `BadRequest` for another number of checksums than `num_sums`."""
         self._check_sums(sums)
         return super().declare(slot, generation, identity, sums)
+
+    def declare_all(
+        self, slots: Slots, identities: Sequence[PageIdentity], sums: Sequence[PageSums] | None = None
+    ) -> None:
+        """`declare` for many slots, which the caller has taken and not freed since: the page of each and, where they
+        were taken, its checksums. Raises `BadRequest` for another number of checksums than `num_sums`; nothing is
+        declared then."""
+        numbers = slots.tolist()
+        assert len(set(numbers)) == len(numbers) == len(identities), f"{self.tier_id}: one slot a page, one page a slot"
+        assert self._pool.are_allocated(slots), f"{self.tier_id}: a slot that nobody has was declared"
+        assert self._being_written.keys().isdisjoint(numbers), f"{self.tier_id}: a slot was declared under a write"
+        for each in sums or ():
+            self._check_sums(each)
+        pages = map(Held, identities) if sums is None else map(Held, identities, sums)
+        for slot, page in zip(numbers, pages, strict=True):
+            self._held[slot] = page
+
+    def generations(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """`generation` of each of the slots, which exist: int64, one a slot."""
+        return self._pool.generations(slots)
 
     def view(self, slot: int) -> memoryview:
         """The slot's bytes, writable, `page_bytes` long. Raises `TierUnavailable` once closed."""

@@ -96,7 +96,7 @@ class SlotPool:
             raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
         return int(self._generation[slot])
 
-    def generations(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def generations(self, slots: npt.NDArray[np.int64] | Slots) -> npt.NDArray[np.int64]:
         """How often each of the slots has been freed."""
         return self._generation[slots]
 
@@ -110,6 +110,10 @@ class SlotPool:
         if not 0 <= slot < self.capacity:
             raise BadRequest("slot", f"{slot} is not within 0 to {self.capacity - 1}")
         return not self._free[slot]
+
+    def are_allocated(self, slots: Slots) -> bool:
+        """Whether all of the slots, which exist, are handed out now."""
+        return not self._free[slots].any()
 
     def is_current(self, slot: int, generation: int) -> bool:
         """Whether `slot`, which exists, is handed out in that life."""

@@ -17,7 +17,7 @@ import asyncio
 import os
 import struct
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -67,11 +67,8 @@ class Stored:
 
 
 class _Copy(NamedTuple):
-    """A page that a thread has copied."""
+    """What a thread that has copied a page knows of it."""
 
-    slot: int
-    generation: int
-    """The slot's."""
     sums: PageSums | None
     """All checksums that travel with it; None where only its own was taken."""
     whole: int
@@ -97,8 +94,8 @@ class Storing:
         """Checksums of whole pages."""
         self._sum_generations: Final = np.full(host.capacity_pages, -1, np.int64)
         """In which life of its slot each checksum was taken."""
-        self._num_threads: Final = min(MAX_THREADS, os.cpu_count() or 1)
-        self._threads: Final = started_executor(TierId("commit"), self._num_threads)
+        self._num_threads: Final = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads: Final = started_executor(TierId("commit"), self._num_threads, apart=True)
 
     def close(self) -> None:
         """Join the threads; no commit is under way any more."""
@@ -300,28 +297,30 @@ class Storing:
         todo = enumerate(zip(reservation.staging_slots.tolist(), reservation.slots.tolist(), strict=True))
         copies: dict[int, _Copy] = {}
 
-        def copy_some() -> None:
-            # Each thread takes the next page that none has: that is one step under the interpreter's lock.
-            for index, (source, slot) in todo:
-                with staging.view(source, page_bytes) as page:
-                    copies[index] = self._copied(page, slot, bool(checksums))
+        def copy_some(num_others: int) -> None:
+            # The next thread is woken by this one, not by the loop: whoever has not begun when all is done can be left
+            # out, where the loop would have to wait for it.
+            other = self._threads.submit(copy_some, num_others - 1) if num_others else None
+            try:
+                # Each thread takes the next page that none has: that is one step under the interpreter's lock.
+                for index, (source, slot) in todo:
+                    with staging.view(source, page_bytes) as page:
+                        copies[index] = self._copied(page, slot, bool(checksums))
+            finally:
+                if other is not None and not other.cancel():
+                    other.result()
 
-        # One hand-off a thread: between two of them the loop would have to run.
-        num_parts = min(self._num_threads, num_pages, max(1, num_pages * page_bytes // CHUNK_BYTES))
+        num_threads = min(self._num_threads, num_pages, max(1, num_pages * page_bytes // CHUNK_BYTES))
         staging.hold()
         try:
-            loop = asyncio.get_running_loop()
-            parts = [loop.run_in_executor(self._threads, copy_some) for _ in range(num_parts)]
-            await _ended(parts)
-            for part in parts:
-                part.result()
+            await _ended(asyncio.get_running_loop().run_in_executor(self._threads, copy_some, num_threads - 1))
         finally:
             staging.let_go()
         copied = [copies[index] for index in range(num_pages)]
         if checksums and list(struct.unpack(f"<{num_pages}I", checksums)) != [each.crc for each in copied]:
             return pb.REASON_CORRUPT_PAGE, []
         self._sums[reservation.slots] = [each.whole for each in copied]
-        self._sum_generations[reservation.slots] = [each.generation for each in copied]
+        self._sum_generations[reservation.slots] = self._host.generations(reservation.slots)
         return pb.REASON_NONE, copied
 
     def _copied(self, source: memoryview, slot: int, has_crc: bool) -> _Copy:
@@ -333,11 +332,12 @@ class Storing:
             whole = whole_sum(sums)
         else:
             whole = _copied_and_summed(source, page)
-        return _Copy(slot, self._host.generation(slot), sums, whole, checksum(page) if has_crc else 0)
+        return _Copy(sums, whole, checksum(page) if has_crc else 0)
 
-    def _publish(self, reservation: Reservation, copies: Iterable[_Copy]) -> Stored:
+    def _publish(self, reservation: Reservation, copies: Sequence[_Copy]) -> Stored:
         """Put copied pages into the tree, all at once."""
         cache, tree, slots, first_page = self.cache, self.cache.tree, reservation.slots, reservation.first_page
+        identities = reservation.identities
         path = cache.path(reservation.lease)
         if sum([node.num_pages for node in path]) != first_page:
             # Damaged and forgotten meanwhile: there is nothing that these pages could stand on.
@@ -346,15 +346,16 @@ class Storing:
         now = cache.clock.monotonic()
         try:
             inserted = tree.insert(
-                reservation.namespace, reservation.tokens, tier=HOST, slots=slots, first_page=first_page, now=now
-            )
+                reservation.namespace, reservation.tokens, tier=HOST, slots=slots, first_page=first_page,
+                chain=identities[-1].chain, now=now,
+            )  # fmt: skip
         except NoRoom:
             cache.counters.pages_refused += len(slots)
             cache.free({HOST: slots})
             return Stored(None, 0, pb.REASON_NO_ROOM)
-        for copy, identity in zip(copies, reservation.identities, strict=True):
-            self._host.declare(copy.slot, copy.generation, identity, copy.sums)
-        reservation.identities.clear()  # a promise behind the reply keeps the reservation, for its tokens alone
+        sums = [copy.sums for copy in copies if copy.sums is not None]
+        self._host.declare_all(slots, identities, sums if self._host.num_sums else None)
+        identities.clear()  # a promise behind the reply keeps the reservation, for its tokens alone
         cache.counters.metadata_dropped_pages += inserted.num_dropped
         cache.counters.pages_published += len(slots) - len(inserted.duplicates)
         cache.counters.pages_duplicate += len(inserted.duplicates)
@@ -390,18 +391,18 @@ class Storing:
             return  # the cache closes; the promise is settled as lost
 
 
-async def _ended(parts: Iterable["asyncio.Future[None]"]) -> None:
-    """Wait until every thread has ended its part, even when cancelled: until then the memory is in use."""
+async def _ended(work: "asyncio.Future[None]") -> None:
+    """Wait until threads have ended their work, even when cancelled: until then the memory is in use. Raises what they
+    raised."""
     cancelled: asyncio.CancelledError | None = None
-    waiting = set(parts)
-    while waiting:
+    while not work.done():
         try:
-            _, waiting = await asyncio.wait(waiting)
+            await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
-            waiting = {part for part in waiting if not part.done()}
     if cancelled is not None:
         raise cancelled
+    work.result()
 
 
 def _copied_and_summed(source: memoryview, target: memoryview) -> int:

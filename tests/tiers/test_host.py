@@ -82,6 +82,36 @@ def test_a_page_filled_through_its_view_is_served_once_declared() -> None:
     run(main())
 
 
+def test_many_pages_are_declared_at_once_or_none() -> None:
+    async def main() -> None:
+        async with opened(page_bytes=3_000, capacity_pages=5, layer_bytes=(1_000, 2_000)) as tier:
+            tier.free(tier.allocate(3))  # the slots are in their second life then
+            slots = tier.allocate(4)[[2, 0, 3]]
+            identities = identity_chain(3)
+            for slot, identity in zip(slots.tolist(), identities, strict=True):
+                tier.view(slot)[:] = stamp(identity, 3_000).data
+            sums = [tier.take_sums(slot) for slot in slots.tolist()]
+            generations = tier.generations(slots)
+            assert generations.tolist() == [tier.generation(slot) for slot in slots.tolist()]
+            with pytest.raises(BadRequest) as caught:
+                tier.declare_all(slots, identities, [sums[0], sums[1], bytes(4)])
+            assert caught.value.field == "sums"
+            for slot, identity in zip(slots.tolist(), identities, strict=True):
+                await expect_miss(tier, slot, identity, Outcome.NOT_FOUND)
+            tier.declare_all(slots, identities, sums)
+            for slot, identity, each in zip(slots.tolist(), identities, sums, strict=True):
+                await expect_page(tier, slot, identity)
+                assert tier.sums(slot, tier.generation(slot)) == each
+            await expect_miss(tier, 1, identities[0], Outcome.NOT_FOUND)
+            tier.declare_all(slots, identities)
+            assert [tier.sums(slot, tier.generation(slot)) for slot in slots.tolist()] == [None] * 3
+            for wrong in (np.array([0, 0, 3], np.int32), np.array([0, 2, 4], np.int32), slots[:2]):
+                with pytest.raises(AssertionError):
+                    tier.declare_all(wrong, identities)
+
+    run(main())
+
+
 @pytest.mark.parametrize("dtype", list(KVDtype))
 def test_a_layer_is_seen_in_place(dtype: KVDtype) -> None:
     layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype, page_size=4)

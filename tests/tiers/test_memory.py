@@ -5,6 +5,7 @@ The tier of these tests keeps its pages in a numpy array and lets every copy wai
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from hicache.errors import BadRequest, TierUnavailable
 from hicache.tier import HOST, Outcome, PageRead, PageWrite
-from hicache.tiers.memory import MAX_THREADS, MemoryTier, capacity_in_pages
+from hicache.tiers.memory import MAX_THREADS, MemoryTier, capacity_in_pages, started_executor
 from hicache.tiers.slots import MAX_SLOTS
 from tests.stamps import identity_chain, stamp
 from tests.tiers.contract import GUARD, expect_miss, expect_page, fetch, run, store, write_of
@@ -305,6 +306,36 @@ def test_a_page_filled_in_place_is_declared() -> None:
 def test_a_number_of_threads_out_of_bounds_is_refused(num_threads: int) -> None:
     with pytest.raises(BadRequest, match="num_threads"):
         GatedTier(1, num_threads=num_threads)
+
+
+def test_threads_that_share_a_piece_of_work_keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.sched_getaffinity(0)  # the caller's, which stay as they are
+
+    def cores_of(num_threads: int, *, apart: bool) -> list[set[int]]:
+        """Where each thread of a pool may run."""
+        with started_executor(HOST, num_threads, apart=apart) as executor:
+            everybody = threading.Barrier(num_threads)
+
+            def look() -> set[int]:
+                everybody.wait(GATE_TIMEOUT_S)
+                return os.sched_getaffinity(0)
+
+            return [each.result() for each in [executor.submit(look) for _ in range(num_threads)]]
+
+    assert cores_of(3, apart=False) == [cores] * 3
+    for num_threads in range(1, min(4, len(cores)) + 1):
+        parts = cores_of(num_threads, apart=True)
+        assert sum(map(len, parts)) == len(cores)
+        assert set().union(*parts) == cores
+        assert min(map(len, parts)) == len(cores) // num_threads
+    # Of more threads than cores nobody is kept from any; nor where the kernel refuses.
+    assert cores_of(len(cores) + 1, apart=True) == [cores] * (len(cores) + 1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert cores_of(len(cores), apart=True) == [cores] * len(cores)
 
 
 def test_capacity_is_given_in_one_way_and_holds_a_page() -> None:
