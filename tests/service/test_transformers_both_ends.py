@@ -1,10 +1,11 @@
 """A prompt from both ends through the real engine: the same greedy tokens, whatever was loaded and what was computed.
 
-The disk is as slow as the model is said to be, so the cache decides for both ends; then the model is made to wait, in
-its second pass, until the disk has brought the first pages, so that both ends take part on any machine.
+What the lanes and the model are said to take is given, so the cache decides for both ends on any machine. The disk
+gives nothing before the model's first pass, and the second waits until something has come, so that both take part.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any, Final
 import pytest
 import torch
 
+from hicache.movers import Lane
+from hicache.movers.speed import LaneSpeed
 from hicache.prefill import PrefillCurve
 from hicache.service.compose import HiCache
 from hicache.service.engines.transformers import TransformersEngine, layout_of
 from hicache.tier import NVME
-from hicache.tools.bench.throttled import SMALL_BYTES, ThrottledFiles, throttled_nvme
+from hicache.tiers.nvme.io import FileIO
+from hicache.tools.bench.throttled import SMALL_BYTES, throttled_nvme
 from tests.service.tiny_llama import (
     PAGE_SIZE,
     assert_same,
@@ -32,25 +36,25 @@ NUM_PAGES: Final = 32
 NUM_TOKENS: Final = NUM_PAGES * PAGE_SIZE
 PAGE_S: Final = 4e-3
 """Of the disk, and of the model by its curve."""
+COME_WITHIN_S: Final = 30.0
 CHUNK: Final = 2 * PAGE_SIZE
 NEW: Final = 6
 
 
-class CountingFiles(ThrottledFiles):
-    """Tells when the first pages have come, and can refuse to give any."""
+class GatedFiles(FileIO):
+    """Gives pages while its gate is open, or none at all."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.come: Final = threading.Event()
+        self.gate: Final = threading.Event()
+        self.gate.set()
         self.fails = False
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self.fails and sum(map(len, buffers)) > SMALL_BYTES:
-            raise OSError(5, "the disk gives nothing")
-        done = super().preadv(fd, buffers, offset)
-        if self.byte_s and done > SMALL_BYTES:
-            self.come.set()
-        return done
+        if sum(map(len, buffers)) > SMALL_BYTES:
+            if self.fails:
+                raise OSError(5, "the disk gives nothing")
+            assert self.gate.wait(COME_WITHIN_S), "the model made no pass"
+        return super().preadv(fd, buffers, offset)
 
 
 @pytest.fixture(scope="module")
@@ -58,49 +62,55 @@ def model() -> Any:
     return tiny_model()
 
 
+def given_speed(lane: Lane, **_: object) -> LaneSpeed:
+    """The disk takes its time, the memories take none."""
+    page_s = PAGE_S if lane.name.startswith(NVME) else 0.0
+    return LaneSpeed(lane.name, ahead_s=0.0, latency_s=0.0, page_s=page_s, batch_pages=1, is_measured=True)
+
+
 @contextmanager
 def on_nvme(
     model: Any, directory: Path, ids: torch.Tensor
-) -> Iterator[tuple[HiCache, TransformersEngine, CountingFiles]]:
+) -> Iterator[tuple[HiCache, TransformersEngine, GatedFiles]]:
     """A cache that has a prompt on NVMe alone and knows how slow that is."""
-    layout = layout_of(model, page_size=PAGE_SIZE)
-    files = CountingFiles()
+    files = GatedFiles()
     with (
         throttled_nvme(files),
+        pytest.MonkeyPatch.context() as patched,
         open_cache(
-            layout, device_pages=40, host_pages=40, nvme_dir=directory, nvme_bytes=64 << 20,
-            prefill=PrefillCurve(token_s=PAGE_S / PAGE_SIZE),
+            layout_of(model, page_size=PAGE_SIZE), device_pages=40, host_pages=40, nvme_dir=directory,
+            nvme_bytes=64 << 20, prefill=PrefillCurve(token_s=PAGE_S / PAGE_SIZE),
         ) as cache,
         TransformersEngine(model, cache, chunk_size=CHUNK) as engine,
     ):  # fmt: skip
+        patched.setattr(Lane, "speed", given_speed)
         for seed in (1, 2, 3, 4, 5):
             with engine.request(ids if seed == 1 else random_ids(NUM_TOKENS, seed)) as request:
                 request.generate(1)
         assert cache.match(engine.namespace, ids[0]).by_tier.keys() == {NVME}
-        files.byte_s = PAGE_S / layout.page_bytes
-        # One prompt is loaded as a whole: what is not known is tried.
-        with engine.request(random_ids(NUM_TOKENS, 2)[:, : NUM_TOKENS // 2]):
-            pass
-        files.come.clear()
         yield cache, engine, files
 
 
 @contextmanager
-def waiting_for(files: CountingFiles, model: Any) -> Iterator[None]:
-    """The model's second pass and those after it wait until the first pages have come."""
-    num_passes = 0
+def meeting(model: Any, cache: HiCache, engine: TransformersEngine, files: GatedFiles) -> Iterator[None]:
+    """The disk gives nothing before the model's first pass; the passes after it wait until some of that has come."""
+    num_passes, ids = 0, random_ids(NUM_TOKENS)
 
     def hook(*_: object) -> None:
         nonlocal num_passes
         num_passes += 1
-        if num_passes > 1:
-            assert files.come.wait(30)
+        files.gate.set()
+        until = time.monotonic() + COME_WITHIN_S
+        while num_passes == 2 and cache.match(engine.namespace, ids[0]).by_tier.get(NVME, 0) > NUM_TOKENS - 2 * CHUNK:
+            assert time.monotonic() < until, "nothing comes"
 
+    files.gate.clear()
     handle = model.get_decoder().layers[0].register_forward_pre_hook(hook)
     try:
         yield
     finally:
         handle.remove()
+        files.gate.set()
 
 
 @pytest.mark.parametrize("driven_by", ["generate", "prefill"])
@@ -110,7 +120,7 @@ def test_the_same_tokens_from_both_ends(model: Any, tmp_path: Path, driven_by: s
     with on_nvme(model, tmp_path / "nvme", ids) as (cache, engine, files):
         said = cache.explain(engine.namespace, ids[0], chunk_tokens=CHUNK)
         assert said.both_ends is not None, said
-        with counting(model) as counter, waiting_for(files, model), engine.request(ids) as request:
+        with meeting(model, cache, engine, files), counting(model) as counter, engine.request(ids) as request:
             assert request.cached == 0
             if driven_by == "prefill":
                 request.extend([int(request.prefill().argmax())])
