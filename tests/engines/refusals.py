@@ -3,8 +3,8 @@
 It reads one line of JSON, {"model": directory, "sidecars": {name: socket directory}}, and answers with one,
 {name: {"lax": tried, "strict": tried}}, where tried is {"raised": text or null, "lines": [...], "matched": [...] or
 null, "freed": bool}: what was raised when the scheduler's and then the worker's side of the connector were made, what
-was logged as a warning, what the scheduler's side had to say of a request, and whether the worker's side lets go of
-blocks that it was to save. The interpreter of the engines' environment runs it.
+was logged as a warning, what the scheduler's side had to say of a request after a step, and whether blocks that it
+keeps for saving are let go of by the worker's. The interpreter of the engines' environment runs it.
 """
 
 import json
@@ -21,9 +21,6 @@ from unittest.mock import patch
 
 import torch
 
-from hicache.layout import KVDtype, KVLayout
-from hicache.namespace import Namespace
-from hicache.service.engines.vllm.plan import Plan, Save
 from hicache.tools.bench.engine_process import BLOCK, ENVIRONMENT
 
 NUM_BLOCKS = 8
@@ -43,6 +40,8 @@ class Case:
     """What is other in its specification."""
     change: Callable[[Any], None] = lambda vllm_config: None
     """Changes vLLM's configuration."""
+    change_worker: Callable[[Any], None] = lambda vllm_config: None
+    """The same, for the worker's side alone."""
     patches: tuple[tuple[str, Any], ...] = ()
     """What is other in the modules."""
     caches: Callable[[], torch.Tensor] = lambda: torch.zeros(NUM_BLOCKS, 2, BLOCK, 64)
@@ -61,6 +60,8 @@ def cases() -> dict[str, Case]:
     return {
         "release": Case(patches=(("vllm.__version__", "0.99.1"),)),
         "pipeline ranks": Case(change=set_parallel("pipeline_parallel_size")),
+        "pipeline ranks, in a worker alone": Case(change_worker=set_parallel("pipeline_parallel_size")),
+        "layers that have no backend": Case(change_worker=lambda vllm_config: layers(vllm_config).clear()),
         "prefill context ranks": Case(change=set_parallel("prefill_context_parallel_size")),
         "decode context ranks": Case(change=set_parallel("decode_context_parallel_size")),
         "no transfer": Case(group={"enable_kv_transfer": False}),
@@ -91,6 +92,21 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+class Layer:
+    """What vLLM's worker knows of a layer."""
+
+    def get_attn_backend(self) -> Any:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return CPUAttentionBackend
+
+
+def layers(vllm_config: Any) -> dict[str, Any]:
+    """Those of the worker."""
+    found: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    return found
+
+
 def groups(case: Case) -> Any:
     """A configuration of KV memory: one group of four layers."""
     from vllm.v1 import kv_cache_interface as interface
@@ -116,6 +132,7 @@ def tried(case: Case, model: str, sockets: str, *, strict: bool) -> dict[str, An
         model=model, dtype="float32", block_size=BLOCK, max_model_len=1024, kv_transfer_config=transfer
     ).create_engine_config()
     case.change(vllm_config)
+    layers(vllm_config).update({name: Layer() for name in LAYERS})
     lines = Lines()
     loggers = [logging.getLogger(name) for name in ("vllm.hicache", "hicache")]
     answer: dict[str, Any] = {"raised": None, "matched": None, "freed": False, "lines": lines.lines}
@@ -132,33 +149,53 @@ def tried(case: Case, model: str, sockets: str, *, strict: bool) -> dict[str, An
             kv = groups(case)
             scheduler = HicacheConnector(vllm_config, KVConnectorRole.SCHEDULER, kv)
             stack.callback(scheduler.shutdown)
+            case.change_worker(vllm_config)
             worker = HicacheConnector(vllm_config, KVConnectorRole.WORKER, kv)
             stack.callback(worker.shutdown)
             worker.register_kv_caches({name: case.caches() for name in LAYERS})
             request = SimpleNamespace(
                 request_id="a", num_tokens=100, all_token_ids=list(range(100)), cache_salt=None, lora_request=None
             )
+            assert scheduler.get_num_new_matched_tokens(request, 0) in ((None, False), (0, False))
+            step(scheduler, worker, {}, set())
             answer["matched"] = scheduler.get_num_new_matched_tokens(request, 0)
-            answer["freed"] = freed(worker)
+            answer["freed"] = freed(scheduler, worker, request)
         except Exception as error:
             answer["raised"] = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return answer
 
 
-def freed(worker: Any) -> bool:
-    """Whether blocks are given back that were to be saved: vLLM keeps those of a finished request until it is told."""
-    from hicache.service.engines.vllm.connector import StepPlan
-
-    layout = KVLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype=KVDtype.FLOAT32, page_size=BLOCK)
-    save = Save("a", Namespace(model="any", layout=layout), bytes(4 * BLOCK), 0, ((1,),))
-    worker.bind_connector_metadata(StepPlan(Plan(saves=[save])))
+def step(scheduler: Any, worker: Any, scheduled: dict[str, int], finished: set[str]) -> set[str]:
+    """A step of an engine, with so many first tokens of requests. Returns requests whose blocks are let go of."""
+    new = [SimpleNamespace(req_id=name, num_computed_tokens=0, block_ids=((1,),)) for name in scheduled]
+    plan = scheduler.build_connector_meta(SimpleNamespace(
+        total_num_scheduled_tokens=sum(scheduled.values()), num_scheduled_tokens=scheduled, preempted_req_ids=None,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: ((1,),)),
+    ))  # fmt: skip
+    worker.bind_connector_metadata(plan)
+    worker.start_load_kv(None)
     worker.wait_for_save()
-    deadline, finished = time.monotonic() + 10.0, {"a"}
-    while time.monotonic() < deadline:
-        if worker.get_transfer_results(finished).finished_sending:
-            return True
+    results = worker.get_transfer_results(finished)
+    report = worker.build_connector_worker_meta()
+    freed: set[str] = results.finished_sending or set()
+    scheduler.update_connector_output(
+        SimpleNamespace(finished_recving=set(), finished_sending=freed, kv_connector_worker_meta=report)
+    )
+    return freed
+
+
+def freed(scheduler: Any, worker: Any, request: Any) -> bool:
+    """Whether blocks that are kept for saving are let go of: vLLM waits for that when their request has ended."""
+    name = request.request_id
+    step(scheduler, worker, {name: BLOCK}, set())
+    is_kept, _ = scheduler.request_finished_all_groups(request, ([1],))
+    deadline, finished = time.monotonic() + 10.0, {name}
+    while is_kept and time.monotonic() < deadline:
+        is_kept = name not in step(scheduler, worker, {}, finished)
         finished = set()
-    return False
+    return not is_kept
 
 
 def main() -> None:

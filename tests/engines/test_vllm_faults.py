@@ -30,7 +30,7 @@ def test_a_disk_that_hangs_costs_each_request_one_load_deadline_at_most(tmp_path
         options = {"nvme.dir": f'["{disk / "nvme"}"]', "nvme.bytes": 400 * PAGE_BYTES}
         server = ServerProcess(tmp_path, arguments(tmp_path, **{"host.bytes": HOST_PAGES * PAGE_BYTES}, **options))
         try:
-            config = settings(server, load_timeout_s=LOAD_S, save_timeout_s=LOAD_S)
+            config = settings(server, lookup_timeout_s=0.25, load_timeout_s=LOAD_S, save_timeout_s=LOAD_S)
             with engine(model, tmp_path, config, **OWN_CACHE_OFF) as running:
                 assert running.ask(cold).tokens == right["cold"].tokens
                 room = ("--tier", "host", "--pages", str(HOST_PAGES))

@@ -2,6 +2,7 @@
 sidecar, driven by a scheduler that admits, preempts, fails and finishes at random. tests/engines runs the real one."""
 
 import hashlib
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from hicache.service.engines.vllm.settings import Settings
 from hicache.service.engines.vllm.transfers import Transfers
 from hicache.service.engines.weights import files_digest, model_directory
 from hicache.service.errors import LayoutMismatch
-from tests.service.serving import ThreadServer, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
 
 BLOCK: Final = 16
 LAYERS: Final = 2
@@ -126,8 +127,32 @@ def engine_config(**change: Any) -> SimpleNamespace:
         load_config=SimpleNamespace(load_format=change.pop("load_format", "auto"), download_dir=None),
         parallel_config=SimpleNamespace(tensor_parallel_size=change.pop("ranks", 1)),
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False),
-        attention_config=SimpleNamespace(backend=change.pop("backend", None)),
+        speculative_config=change.pop("speculative", None),
     )
+
+
+def drafted_by(weights: Path, **change: Any) -> SimpleNamespace:
+    """What vLLM says of speculation with a model of its own, whose weights are at a path."""
+    text = {"rope_parameters": {"rope_theta": 10_000.0}, **change}
+    model = SimpleNamespace(
+        model=str(weights), revision=None, hf_text_config=SimpleNamespace(to_dict=lambda: text), quantization=None,
+        dtype="float32",
+    )  # fmt: skip
+    return SimpleNamespace(method="draft_model", draft_model_config=model, draft_load_config=None)
+
+
+def told(identity: Identity, *backends: str) -> Identity:
+    """After the only worker has said the backends of its layers."""
+    identity.take_backends([backends or ("CPU_ATTN",)])
+    return identity
+
+
+def until_settled(identity: Identity, asked: SimpleNamespace) -> None:
+    """Ask again, as vLLM does at each step."""
+    deadline = time.monotonic() + WAIT_S
+    while not identity.is_settled(asked):
+        assert time.monotonic() < deadline
+        os.sched_yield()
 
 
 def request(**change: Any) -> SimpleNamespace:
@@ -150,10 +175,14 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         version: str = "0.32.0",
         isa: str = "vec",
         weights: str = "w",
+        backends: tuple[str, ...] = (),
     ) -> bytes:
         config = config or engine_config()
         form = format_of(config, cache_config(), groups, {"isa": isa}, version)
-        namespace = Identity.of(config, groups, form, weights).of_request(asked or request())
+        identity, asked = told(Identity.of(config, groups, form, weights), *backends), asked or request()
+        until_settled(identity, asked)
+        namespace = identity.of_request(asked)
+        identity.close()
         assert namespace is not None
         return namespace.digest
 
@@ -169,7 +198,10 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         name(isa="amx"),
         name(weights="v"),
         name(groups=windowed),
-        name(engine_config(backend="FLASHINFER")),
+        name(backends=("FLASHINFER",)),
+        name(backends=("CPU_ATTN", "FLASHINFER")),
+        name(engine_config(speculative=drafted_by(tmp_path))),
+        name(engine_config(speculative=drafted_by(tmp_path, num_hidden_layers=2))),
         name(engine_config(ranks=2)),
         name(engine_config(text={"rope_parameters": {"rope_theta": 500_000.0}})),
         name(engine_config(model={"quantization": "fp8"})),
@@ -184,7 +216,7 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
     assert len(set(names)) == len(names)
     assert name() == names[0]
 
-    identity = Identity.of(engine_config(), GROUPS, b"f" * 32, "w")
+    identity = told(Identity.of(engine_config(), GROUPS, b"f" * 32, "w"))
     before = identity.of_request(request())
     identity.forget()
     assert identity.of_request(request()) != before
@@ -195,11 +227,53 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         request(mm_features=[picture("a client's own name", 3)]),
         request(resumable=True),
     ):
+        until_settled(identity, unknown)
         assert identity.of_request(unknown) is None
+    identity.close()
     # Where vLLM keeps nothing itself, it counts pictures, and the next process counts others.
     counting = engine_config(model={"multimodal_config": SimpleNamespace(mm_processor_cache_gb=0)})
-    identity = Identity.of(counting, GROUPS, b"f" * 32, "w")
+    identity = told(Identity.of(counting, GROUPS, b"f" * 32, "w"))
     assert identity.of_request(request(mm_features=[picture("a" * 64, 3)])) is None
+
+
+def test_nobody_has_pages_before_all_workers_have_said_what_they_have() -> None:
+    identity = Identity.of(engine_config(ranks=2), GROUPS, b"f" * 32, "w")
+    assert not identity.is_settled(request())
+    assert identity.of_request(request()) is None
+    identity.take_backends([("CPU_ATTN",), ("CPU_ATTN",)])
+    assert identity.is_settled(request())
+    alike = identity.of_request(request())
+    assert alike is not None
+    identity.take_backends([("FLASHINFER",), ("CPU_ATTN",)])
+    unlike = identity.of_request(request())
+    assert unlike is not None
+    assert unlike != alike
+    # One without a cache would have to be waited for by the others.
+    identity.take_backends([("CPU_ATTN",), ()])
+    assert identity.is_settled(request())
+    assert identity.of_request(request()) is None
+
+
+def test_weights_of_a_model_that_drafts_are_part_of_whose_pages_they_are(tmp_path: Path) -> None:
+    def name(weights: str = "") -> str:
+        speculative = drafted_by(tmp_path / "draft")
+        model = {"model": str(tmp_path / "model"), "revision": None}
+        config = engine_config(model=model, speculative=speculative)
+        namespace = told(Identity.of(config, GROUPS, b"f" * 32, weights)).of_request(request())
+        assert namespace is not None
+        return namespace.model
+
+    for each in ("model", "draft"):
+        (tmp_path / each).mkdir()
+        (tmp_path / each / "1.safetensors").write_bytes(b"1")
+    before, named = name(), name("w")
+    assert name() == before
+    (tmp_path / "draft" / "1.safetensors").write_bytes(b"2")
+    assert name() != before
+    assert name("w") == named
+    (tmp_path / "draft" / "1.safetensors").unlink()
+    with pytest.raises(BadRequest, match=r"weights: .*draft has no weight files"):
+        name()
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "somebody's own"])
@@ -358,7 +432,7 @@ class Scheduler:
         self.rng = random.Random(seed)
         both = torch.zeros(LAYERS, NUM_BLOCKS, LAYER_BYTES, dtype=torch.uint8)
         self.memory = {"a": both[0], "b": both[1]}
-        self.identity = Identity.of(engine_config(), GROUPS, b"f" * 32, "w")
+        self.identity = told(Identity.of(engine_config(), GROUPS, b"f" * 32, "w"))
         given = Settings.of({"socket_dir": str(directory), "staging_bytes": 8 * LAYERS * LAYER_BYTES})
         check = check_pages(GROUPS.layout())
         self.links = [
@@ -397,6 +471,7 @@ class Scheduler:
         if len(self.free) < size:
             return False
         found = self.scheduling.matched(each, 0)
+        assert found is not None
         assert 0 <= found < each.num_tokens
         assert found % BLOCK == 0
         each.blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(size)]

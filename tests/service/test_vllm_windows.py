@@ -29,6 +29,7 @@ from tests.service.test_vllm import (
     engine_config,
     group,
     spec,
+    told,
 )
 
 WINDOW: Final = 2 * BLOCK
@@ -52,7 +53,7 @@ def link(server: ThreadServer) -> Iterator[Link]:
 
 
 def identity() -> Identity:
-    return Identity.of(engine_config(), GROUPS, b"f" * 32, "w")
+    return told(Identity.of(engine_config(), GROUPS, b"f" * 32, "w"))
 
 
 def step(request: Request, blocks: Sequence[list[int]], num_scheduled: int, *, new: Sequence[Any] = ()) -> Any:

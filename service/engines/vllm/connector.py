@@ -18,11 +18,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hicache.errors import HicacheError
 from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.vllm.blocks import Blocks
-from hicache.service.engines.vllm.events import Announcements, SavedPage, SavedPages
-from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, format_of
-from hicache.service.engines.vllm.machine import machine_of
+from hicache.service.engines.vllm.events import Announcements
+from hicache.service.engines.vllm.identity import Backends, Groups, Identity, check_parallel, format_of
+from hicache.service.engines.vllm.machine import backends_of, machine_of
 from hicache.service.engines.vllm.metrics import HicachePromMetrics, HicacheStats
-from hicache.service.engines.vllm.plan import Load, Plan, Results
+from hicache.service.engines.vllm.plan import Plan
+from hicache.service.engines.vllm.report import SavedPage, WorkerReport
 from hicache.service.engines.vllm.scheduling import Scheduling
 from hicache.service.engines.vllm.settings import Settings
 from hicache.service.engines.vllm.transfers import Transfers
@@ -59,13 +60,12 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._plan = Plan()
         self._failed_blocks: set[int] = set()
         self._saved_pages: list[SavedPage] = []
+        self._backends: Backends = ()
+        self._refusal = ""
+        """Why this worker has no cache, until it is said."""
         events = vllm_config.kv_events_config
         self._has_events: Final = bool(events is not None and events.enable_kv_cache_events)
         self._announcements: Announcements | None = None
-        self._unserved: list[Load] = []
-        """Loads for a worker that has no cache."""
-        self._unsaved: set[str] = set()
-        """Requests that such a worker was to save: vLLM keeps their blocks until it says that they are read."""
         try:
             check_parallel(vllm_config.parallel_config)
             self._groups = Groups.of(kv_cache_config)
@@ -76,9 +76,11 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._settings.strict:
                 raise
             self._groups = None
-            # Once, also where there are many workers: what is wrong here is wrong for all sides.
-            level = logging.WARNING if role == KVConnectorRole.SCHEDULER else logging.DEBUG
-            _log.log(level, "hicache: this engine runs without the cache: %s", error)
+            if role == KVConnectorRole.SCHEDULER:
+                _log.warning("hicache: this engine runs without the cache: %s", error)
+            else:
+                # What is wrong for all sides is said by the scheduler's. Where that one has a cache, it will ask.
+                self._refusal = str(error)
 
     def _begin_scheduling(self, vllm_config: Any, kv_cache_config: Any, groups: Groups) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -108,11 +110,12 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     # -- the scheduler's side -----------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded behind those that vLLM has, and that they are loaded between steps."""
+        """Tokens that can be loaded behind those that vLLM has, and that they are loaded between steps. None for a
+        request that is to wait for the next step."""
         if self._scheduling is None:
             return 0, False
         num_tokens = self._scheduling.matched(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there."""
@@ -134,9 +137,12 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._scheduling is not None:
             output = connector_output
             self._scheduling.ended(output.finished_recving or (), output.finished_sending or ())
+            report = output.kv_connector_worker_meta
+            if report is not None and report.backends:
+                self._scheduling.take_backends(report.backends)
             if self._announcements is not None:
-                if output.kv_connector_worker_meta is not None:
-                    self._announcements.saved(output.kv_connector_worker_meta)
+                if report is not None:
+                    self._announcements.saved(report.num_workers)
                 self._announcements.ended(output.finished_sending or ())
 
     def has_pending_block_frees(self) -> bool:
@@ -202,27 +208,25 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if groups is None:
             return
         parallel = self._vllm_config.parallel_config
+        names = [name for each in groups.layer_names for name in each]
         try:
+            backends = backends_of(self._vllm_config, names)
             blocks = Blocks(groups, kv_caches, self._kv_cache_config.num_blocks)
             self._link = self._new_link("worker", staging_bytes=self._settings.staging_bytes, groups=groups)
         except HicacheError as error:
             if self._settings.strict:
                 raise
-            _log.warning("hicache: this worker runs without the cache: %s", error)
-            blocks = None
-        if blocks is not None and self._link is not None:
-            rank = parallel.rank % parallel.tensor_parallel_size
-            self._transfers = Transfers(
-                self._link, blocks, self._settings, page_size=groups.block_size, rank=rank
-            )
+            _log.warning("hicache: this worker, and so its engine, runs without the cache: %s", error)
+            return
+        rank = parallel.rank % parallel.tensor_parallel_size
+        self._transfers = Transfers(self._link, blocks, self._settings, page_size=groups.block_size, rank=rank)
+        self._backends = backends
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         self._plan = plan = self._get_connector_metadata().plan
         if self._transfers is not None:
             self._transfers.begin_loads(plan)
-        else:
-            self._unserved += plan.loads
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads end between steps."""
@@ -232,25 +236,15 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def wait_for_save(self) -> None:
         """Begin this step's saves. Nothing is waited for: blocks stay until they are saved."""
-        plan = self._get_connector_metadata().plan
         if self._transfers is not None:
-            self._transfers.begin_saves(plan)
-        else:
-            self._unsaved.update(save.request_id for save in plan.saves)
-            self._unsaved.difference_update(plan.unreported)
+            self._transfers.begin_saves(self._get_connector_metadata().plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended since the last step."""
-        if self._transfers is not None:
-            results = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
-            self._saved_pages = results.saved_pages
-        else:
-            names = {load.request_id for load in self._unserved}
-            blocks = {block for load in self._unserved for block in load.blocks[0]}
-            saved = self._unsaved & finished_req_ids
-            results = Results(saved=saved, loaded=names, failed=set(names), failed_blocks=blocks)
-            self._unserved.clear()
-            self._unsaved -= saved
+        if self._transfers is None:
+            return KVConnectorTransferResults()
+        results = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+        self._saved_pages = results.saved_pages
         # vLLM takes blocks back one by one where it has one group, and whole requests where it has several. Where a
         # window has been skipped, what is in front of the failed block is not enough to go on from either.
         has_window = self._groups is not None and self._groups.has_window
@@ -263,9 +257,14 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         )
 
     def build_connector_worker_meta(self) -> Any:
-        """Pages that were saved, for the events of the scheduler's side."""
+        """Pages that were saved, for the events of the scheduler's side, and what it has asked."""
         saved, self._saved_pages = self._saved_pages, []
-        return SavedPages(dict.fromkeys(saved, 1)) if saved and self._has_events else None
+        pages = dict.fromkeys(saved, 1) if self._has_events else {}
+        backends = [self._backends] if self._plan.asks_backends else []
+        if backends and self._refusal:
+            _log.warning("hicache: this worker, and so its engine, runs without the cache: %s", self._refusal)
+            self._refusal = ""
+        return WorkerReport(pages, backends) if pages or backends else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not filled, since the last call."""
@@ -279,6 +278,8 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def shutdown(self) -> None:
         """End what is under way, and the session."""
+        if self._scheduling is not None:
+            self._scheduling.close()
         if self._transfers is not None:
             self._transfers.close()
         if self._link is not None:

@@ -9,27 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from hicache.service.engines.vllm.plan import Save
-
-SavedPage = tuple[str, int]
-"""A request, and the number of one of its pages."""
-
-
-class SavedPages(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Pages that workers have saved since their last step, each with how many have."""
-
-    def __init__(self, num_workers: Mapping[SavedPage, int]) -> None:
-        self.num_workers: Final = dict(num_workers)
-
-    def aggregate(self, other: "SavedPages") -> "SavedPages":
-        """Those of another worker with these."""
-        both = dict(self.num_workers)
-        for page, count in other.num_workers.items():
-            both[page] = both.get(page, 0) + count
-        return SavedPages(both)
+from hicache.service.engines.vllm.report import SavedPage
 
 
 class Announcements:
@@ -60,9 +43,9 @@ class Announcements:
                 medium=MEDIUM_CPU,
             )
 
-    def saved(self, pages: SavedPages) -> None:
-        """What workers say."""
-        for page, count in pages.num_workers.items():
+    def saved(self, num_workers: Mapping[SavedPage, int]) -> None:
+        """Pages that workers have saved, each with how many have."""
+        for page, count in num_workers.items():
             name, number = page
             event = self._requests.get(name, {}).get(number)
             if event is None:

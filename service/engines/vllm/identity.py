@@ -1,9 +1,10 @@
 """Which pages may be an engine's: layout and namespace, from vLLM's configuration.
 
-A block of vLLM is opaque: what order its bytes have belongs to the release, the attention backend, the instruction set
-and the layout that it chose. All of that is part of the namespace (`format_of`), as are the weights, the effective
-configuration of the model (rope included, also where it was overridden), the adapter, the parallel ranks, and what a
-request brings: its salt and the pictures behind its placeholder tokens.
+A block of vLLM is opaque: what order its bytes have belongs to the release, the attention backends, the instruction
+set and the layout that it chose. All of that is part of the namespace (`format_of`; the backends as workers say them),
+as are the weights, those of a model that drafts included, the effective configuration of the model (rope included, also
+where it was overridden), the adapter, the parallel ranks, and what a request brings: its salt and the pictures behind
+its placeholder tokens.
 
 Configurations are duck-typed, so that this is tested where there is no vLLM.
 """
@@ -11,21 +12,24 @@ Configurations are duck-typed, so that this is tested where there is no vLLM.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from hicache.errors import BadRequest
 from hicache.layout import KVDtype, KVLayout
 from hicache.namespace import Namespace
 from hicache.service.engines.generation import Generation
+from hicache.service.engines.vllm.adapters import PATIENCE_S, Adapters
 from hicache.service.engines.weights import check_load_format, files_digest, model_directory
 
 SUPPORTED: Final = ((0, 32),)
 """Releases of vLLM, as (major, minor), that this connector was run with."""
 KINDS: Final = ("FullAttentionSpec", "SlidingWindowSpec")
 """KV that is served: keys and values of every token, all of them or the last ones."""
+Backends = tuple[str, ...]
+"""Names of the attention backends of a worker's layers, group by group; empty for a worker without a cache."""
 _DTYPES: Final = {"float": "float32", "half": "float16"}
 _CONTENT_DIGEST: Final = re.compile("(.*:)?([0-9a-f]{64}|[0-9a-f]{128})")
 """How vLLM calls a picture by what is in it. Names that a client gives it say nothing to others."""
@@ -127,13 +131,12 @@ def check_parallel(parallel: Any) -> None:
 
 
 def engine_record(vllm_config: Any, platform: Mapping[str, str], version: str) -> dict[str, Any]:
-    """What decides the order of bytes in all blocks of an engine. `platform`: what the machine adds to it."""
-    attention = getattr(vllm_config, "attention_config", None)
+    """What decides the order of bytes in all blocks of an engine, beside its attention backends. `platform`: what the
+    machine adds to it."""
     return {
         "engine": "vllm",
         "version": version,
         "platform": dict(platform),
-        "backend": str(getattr(attention, "backend", None)),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
 
@@ -141,7 +144,7 @@ def engine_record(vllm_config: Any, platform: Mapping[str, str], version: str) -
 def format_of(
     vllm_config: Any, kv_cache_config: Any, groups: Groups, platform: Mapping[str, str], version: str
 ) -> bytes:
-    """What decides the order of bytes in a block of the connector's, as a digest."""
+    """What decides the order of bytes in a block of the connector's, beside the attention backends, as a digest."""
     record = {
         **engine_record(vllm_config, platform, version),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
@@ -155,21 +158,36 @@ def format_of(
 
 def model_digest(vllm_config: Any, weights: str) -> str:
     """`"sha256:"` and the digest of the weights, the effective configuration of the model with its rope, quantization
-    and dtype. `weights`: the name that the settings give, empty to digest the files. Raises `BadRequest` where there is
-    neither."""
+    and dtype, and the same of a model that drafts, whose layers have KV, too. `weights`: the name that the settings
+    give, empty to digest the files. Raises `BadRequest` where there is neither."""
     model = vllm_config.model_config
-    if not weights:
-        check_load_format(vllm_config.load_config)
-        weights = files_digest(local_directory(vllm_config))
-    config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    parts = _parts_of(model, vllm_config.load_config, weights)
     # How pictures are cut up is not in the names that vLLM gives them.
     pictures = getattr(model, "multimodal_config", None)
     processing = [getattr(pictures, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs")]
     prepared = json.dumps(processing, sort_keys=True, default=str)
-    whole = hashlib.sha256(b"hicache-vllm\x02")
-    for part in (weights, config, str(getattr(model, "quantization", None)), str(model.dtype), prepared):
+    parts.append(prepared)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    # Some ways to draft have no model, for which vLLM names the one that is drafted for.
+    if speculative is not None and draft is not None and draft is not model:
+        load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        parts += [str(speculative.method), *_parts_of(draft, load_config, weights)]
+    whole = hashlib.sha256(b"hicache-vllm\x03")
+    for part in parts:
         whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     return f"sha256:{whole.hexdigest()}"
+
+
+def _parts_of(model: Any, load_config: Any, weights: str) -> list[str]:
+    """What a model's KV depends on. `model`: vLLM's `ModelConfig`. `weights`: their name; empty for the digest of their
+    files. Raises `BadRequest`."""
+    if not weights:
+        check_load_format(load_config)
+        # vLLM has loaded them already.
+        weights = files_digest(model_directory(str(model.model), model.revision, load_config.download_dir))
+    config = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    return [weights, config, str(getattr(model, "quantization", None)), str(model.dtype)]
 
 
 def counts_pictures(vllm_config: Any) -> bool:
@@ -181,14 +199,20 @@ def counts_pictures(vllm_config: Any) -> bool:
 
 
 class Identity:
-    """The namespaces of an engine's requests."""
+    """The namespaces of an engine's requests. Belongs to its scheduling thread."""
 
     def __init__(self, base: Namespace, *, knows_pictures: bool = True) -> None:
-        """`knows_pictures`: whether the engine calls pictures by what is in them."""
+        """`base`: all but the attention backends. `knows_pictures`: whether the engine calls pictures by what is in
+        them."""
         self._base: Final = base
+        self._whole: Namespace | None = None
+        """With the backends; None while they are not known, or where a worker has no cache."""
         self._knows_pictures: Final = knows_pictures
-        self._adapters: Final[dict[tuple[str, int], str]] = {}
+        self._adapters: Final = Adapters()
         self._generation: Final = Generation()
+        self.knows_backends = False
+        self._waits_from: float | None = None
+        """When they were first missed."""
 
     @classmethod
     def of(cls, vllm_config: Any, groups: Groups, format_id: bytes, weights: str) -> "Identity":
@@ -202,6 +226,30 @@ class Identity:
         )
         return cls(base, knows_pictures=not counts_pictures(vllm_config))
 
+    def take_backends(self, backends: Iterable[Backends]) -> None:
+        """What workers have said of their layers, each for itself: only vLLM's workers know what it chose. Where one of
+        them has no cache, nothing is cached."""
+        found = sorted(set(backends))
+        self.knows_backends = True
+        self._whole = None
+        if all(found):
+            digest = hashlib.sha256(self._base.salt + json.dumps(found).encode()).digest()
+            self._whole = replace(self._base, salt=digest)
+
+    def is_settled(self, request: Any) -> bool:
+        """Whether `of_request` has its last word on a request. It has not while workers have not said their backends or
+        the request's adapter is read, for `PATIENCE_S` at most: ask again at the next step."""
+        if not self.knows_backends:
+            now = time.monotonic()
+            self._waits_from = now if self._waits_from is None else self._waits_from
+            return now - self._waits_from >= PATIENCE_S
+        lora = getattr(request, "lora_request", None)
+        return self._whole is None or lora is None or self._adapters.is_settled(lora)
+
+    def close(self) -> None:
+        """Read no more adapters."""
+        self._adapters.close()
+
     def forget(self) -> None:
         """The weights were changed in place, or somebody else says that nothing of before may be used: other
         namespaces from now on."""
@@ -212,12 +260,14 @@ class Identity:
         # A prompt that is still growing may yet be given pictures.
         if getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
             return None
-        namespace = self._base
+        namespace = self._whole
+        if namespace is None:
+            return None
         lora = getattr(request, "lora_request", None)
         if lora is not None:
             if getattr(lora, "load_inplace", False):
                 return None
-            adapter = self._adapter(lora)
+            adapter = self._adapters.digest(lora)
             if not adapter:
                 return None
             namespace = replace(namespace, adapter=adapter)
@@ -235,22 +285,3 @@ class Identity:
             return namespace
         digest = hashlib.sha256(namespace.salt + json.dumps(extra).encode()).digest()
         return replace(namespace, salt=namespace.salt + digest)
-
-    def _adapter(self, lora: Any) -> str:
-        """The digest of an adapter; empty where its files cannot be read."""
-        key = (lora.lora_path, lora.lora_int_id)
-        if key not in self._adapters:
-            try:
-                # Its configuration scales its weights.
-                config = (Path(lora.lora_path) / "adapter_config.json").read_bytes()
-                digest = hashlib.sha256(files_digest(lora.lora_path).encode() + config)
-                self._adapters[key] = f"sha256:{digest.hexdigest()}"
-            except (BadRequest, OSError):
-                self._adapters[key] = ""
-        return self._adapters[key]
-
-
-def local_directory(vllm_config: Any) -> str:
-    """Where the files of the model are, which vLLM has loaded already. Raises `BadRequest`."""
-    model = vllm_config.model_config
-    return model_directory(str(model.model), model.revision, vllm_config.load_config.download_dir)

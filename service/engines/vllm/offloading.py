@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import BadRequest, HicacheError
 from hicache.service.engines.vllm.chunks import identity_of
-from hicache.service.engines.vllm.machine import machine_of
+from hicache.service.engines.vllm.machine import chosen_backends, machine_of
 from hicache.service.engines.vllm.tier import TierSettings
 
 MODULE: Final = "hicache.service.engines.vllm"
@@ -180,4 +180,5 @@ def completed(extra_config: dict[str, Any]) -> dict[str, Any] | None:
 def _identity(vllm_config: Any, weights: str) -> str:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     machine = machine_of(model.dtype, cache.block_size, model.get_head_size())
+    machine["backends"] = " ".join(chosen_backends(vllm_config))
     return identity_of(vllm_config, machine, vllm.__version__, weights)

@@ -55,6 +55,8 @@ class Plan:
     and must not hear of their saves, too."""
     is_idle: bool = True
     """Whether the step computes nothing."""
+    asks_backends: bool = False
+    """Whether workers are to say which attention backends they have: the scheduler's side does not know yet."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from hicache.service.client import Client, Prompt
 from hicache.service.client.results import Lookup
 from hicache.service.engines.link import Link
 from hicache.service.engines.vllm.counts import Counts
-from hicache.service.engines.vllm.identity import Groups, Identity
+from hicache.service.engines.vllm.identity import Backends, Groups, Identity
 from hicache.service.engines.vllm.plan import NULL_BLOCK, BlockIds, Load, Plan, Save
 from hicache.service.wire import pack_int32
 
@@ -67,9 +67,12 @@ class Scheduling:
 
     # -- what is cached -----------------------------------------------------------------------------------------------
 
-    def matched(self, request: Any, num_computed: int) -> int:
+    def matched(self, request: Any, num_computed: int) -> int | None:
         """Tokens of whole blocks that can be loaded behind the first `num_computed`. At least one token is left to
-        compute, as vLLM needs the logits of the last."""
+        compute, as vLLM needs the logits of the last. None while it cannot be told whose pages the request's are: it is
+        asked again at the next step."""
+        if request.request_id not in self._tracked and not self._identity.is_settled(request):
+            return None
         tracked = self._of(request)
         if tracked is None or tracked.is_retired or not tracked.loads_left:
             return 0
@@ -165,6 +168,7 @@ class Scheduling:
             overwritten=self._overwritten(step, loads) if self._groups.has_window else frozenset(),
             unreported=unreported,
             is_idle=not step.total_num_scheduled_tokens,
+            asks_backends=not self._identity.knows_backends,
         )
 
     def _saves(self, step: Any) -> Iterable[Save]:
@@ -216,6 +220,10 @@ class Scheduling:
     def _blocks(self, block_ids: tuple[list[int], ...], first: int, end: int) -> BlockIds:
         return tuple(tuple(block_ids[group][first:end]) for group in self._groups.ids)
 
+    def take_backends(self, backends: Iterable[Backends]) -> None:
+        """What workers have said that their layers have, when a plan has asked them."""
+        self._identity.take_backends(backends)
+
     def request(self, name: str) -> Any:
         """A request that is not finished, by its name; None for one that is not cached."""
         tracked = self._tracked.get(name)
@@ -249,6 +257,10 @@ class Scheduling:
             return False
         self._kept.add(request.request_id)
         return True
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._identity.close()
 
     def reset(self) -> None:
         """Nothing that was saved until now may be loaded by this engine."""
