@@ -12,7 +12,7 @@ from torch import Tensor
 from hicache import prefetch as ahead
 from hicache import sequence as core
 from hicache.arriving import Arrival
-from hicache.errors import BadRequest, Closed, CorruptPage, DeadlineExceeded, TierUnavailable
+from hicache.errors import BadRequest, Closed, CorruptPage, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.tier import NVME, TierId
 from hicache.tiers.context import ContextParts, Staging
@@ -206,8 +206,8 @@ class Step:
         request begun `by_layer`, waits for that layer of what is on its way to the device. `placed`: parts say where in
         the sequence they are, as attention with a window asks; they are more then.
 
-        Raises `CorruptPage` when a page on NVMe is not there whole, `TierUnavailable` when the device fails to read it,
-        `DeadlineExceeded` when it does not answer; the step must then be given up.
+        Raises `CorruptPage` when a page on NVMe is not there whole, `TierUnavailable` when the device fails to read it
+        or does not answer; the step must then be given up.
         """
         return self._context.parts(layer, placed=placed)
 
@@ -222,8 +222,7 @@ class Step:
         assert plan is not None, "the step was not begun"
         try:
             # If reads do not end, the buffers stay theirs: they are not handed out again.
-            self._context.close()
-            if self._staging is not None:
+            if self._context.close() and self._staging is not None:
                 self._cache._staging.append(self._staging)
         finally:
             self._end(plan, error)
@@ -239,7 +238,7 @@ class Step:
             self._core.abort(plan)
             if isinstance(error, CorruptPage):
                 self._core.report_bad(TierId(error.tier), error.slot)
-            elif isinstance(error, TierUnavailable | DeadlineExceeded) and NVME in [run.tier_id for run in plan.runs]:
+            elif isinstance(error, TierUnavailable) and NVME in [run.tier_id for run in plan.runs]:
                 self._core.cache.report_failing(NVME)
 
         with suppress(*([Closed] if error is not None else [])):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hicache.arriving import Arrival
-from hicache.errors import BadRequest, CorruptPage, TierUnavailable
+from hicache.errors import BadRequest, CorruptPage, DeadlineExceeded, TierUnavailable
 from hicache.kernels.attend import PagedPart
 from hicache.layout import KVLayout
 from hicache.sequence import PageRef, Run, StepPlan
@@ -30,8 +30,9 @@ from hicache.tiers.host import HostTier
 
 STAGING_BYTES: Final = 16 << 20
 """Size of each of the two buffers through which pages stream from NVMe."""
-READ_TIMEOUT_S: Final = 30.0
-"""How long a step waits for one batch of layer reads before it gives up."""
+READ_TIMEOUT_S: Final = 5.0
+"""How long a step waits for one batch of layer reads, some megabytes, before the device counts as failing. No longer
+than a sidecar is given: what does not come can be computed."""
 _CUDA_HOST_REGISTER_PORTABLE: Final = 0x01  # pinned for every GPU, not only for the current one
 
 _log = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class ContextParts:
         if self._streamed and (nvme is None or staging is None):
             raise BadRequest("nvme", "the step has pages on NVMe, but no such tier was given")
         self._batch: _Batch | None = None
+        self._is_hung = False
+        """Whether reads into the staging buffers did not end in time, and may end at any time from now on."""
 
     def _on_device(self, plan: StepPlan, runs: list[_PlacedRun]) -> tuple[Tensor, Pages, int]:
         there = [(run.slots, pages) for run, pages in runs if run.tier_id == DEVICE]
@@ -152,8 +155,8 @@ class ContextParts:
         `placed`: each part has consecutive tokens and says where in the sequence they are, as a window asks; without,
         parts are as few as can be.
 
-        Waits for NVMe reads. Raises `CorruptPage` when a page is not there whole, `TierUnavailable` when the device
-        fails to read it, `DeadlineExceeded` when it does not answer.
+        Waits for NVMe reads, for each batch `READ_TIMEOUT_S` at most. Raises `CorruptPage` when a page is not there
+        whole, `TierUnavailable` when the device fails to read it or does not answer.
         """
         page_size = self._layout.page_size
         for part, pages in self._parts(layer):
@@ -215,11 +218,14 @@ class ContextParts:
         on_device = _table(slots for slots, _ in come).to(self._device.layer(0).device)
         return (on_device, _joined(come)), (_table(slots for slots, _ in left), _joined(left))
 
-    def close(self) -> None:
-        """Wait until no read writes into the staging buffers any more."""
-        if self._batch is not None:
-            batch, self._batch = self._batch, None
-            batch.ticket.wait(READ_TIMEOUT_S)
+    def close(self) -> bool:
+        """Wait until no read writes into the staging buffers any more. Whether that is so: it is not when the device
+        does not answer, which is not waited for twice."""
+        batch, self._batch = self._batch, None
+        if batch is not None and not self._is_hung:
+            with suppress(TierUnavailable):
+                self._outcomes_of(batch)
+        return not self._is_hung
 
     def _begin(self, layer: int, first: int) -> _Batch:
         """The batch that starts there, already under way or begun now."""
@@ -230,7 +236,7 @@ class ContextParts:
         assert self._staging is not None
         if current is not None and not isinstance(current.ticket, _Done):
             # Layers were asked for out of order: what was read ahead is not wanted.
-            current.ticket.wait(READ_TIMEOUT_S)
+            self._outcomes_of(current)
         buffer = 1 - current.buffer if current is not None else 0
         refs = self._streamed[first : first + self._staging.num_pages]
         reads = [
@@ -241,7 +247,7 @@ class ContextParts:
         return self._batch
 
     def _finish(self, batch: _Batch) -> None:
-        outcomes = batch.ticket.wait(READ_TIMEOUT_S)
+        outcomes = self._outcomes_of(batch)
         batch.ticket = _Done(outcomes)
         for ref, outcome in zip(self._streamed[batch.first :], outcomes, strict=False):
             if outcome is Outcome.ERROR:
@@ -249,6 +255,14 @@ class ContextParts:
                 raise TierUnavailable(NVME, f"layer {batch.layer} of slot {ref.slot} could not be read")
             if outcome is not Outcome.OK:
                 raise CorruptPage(NVME, ref.slot, f"layer {batch.layer} could not be read back: {outcome.value}")
+
+    def _outcomes_of(self, batch: _Batch) -> list[Outcome]:
+        """Wait for reads under way."""
+        try:
+            return batch.ticket.wait(READ_TIMEOUT_S)
+        except DeadlineExceeded as late:
+            self._is_hung = True
+            raise TierUnavailable(NVME, f"layer {batch.layer} has not come for {READ_TIMEOUT_S:g} s") from late
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ the device tier has no room for a pass of all rows, they take turns in several.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -19,7 +20,7 @@ from hicache.errors import BadRequest, DeadlineExceeded, NoRoom
 from hicache.service.engines.transformers.arguments import check_call
 from hicache.service.engines.transformers.forward import ForwardPass, Row, leave, running
 from hicache.service.engines.transformers.generating import Generation, TokenWatch, check_options
-from hicache.service.engines.transformers.request import DAMAGE, MAX_REOPENS, Request
+from hicache.service.engines.transformers.request import Request, around_damage
 from hicache.service.engines.transformers.request_cache import RequestCache
 from hicache.service.engines.transformers.token_ids import Tokens, token_ids
 
@@ -103,7 +104,6 @@ class Batch:
         options = check_options(max_new_tokens, options)
         ends = self._end_tokens(options)
         options.setdefault("pad_token_id", _first(self.engine.model.generation_config.pad_token_id, ends))
-        min_new_tokens = options.pop("min_new_tokens", None)
         for row, request in enumerate(self.requests):
             if not request.num_pending:
                 raise BadRequest("tokens", f"of row {row} are all computed; extend the batch first")
@@ -112,10 +112,8 @@ class Batch:
         num_before = [len(request.tokens) for request in self.requests]
         began = time.perf_counter()
 
-        def run() -> None:
-            # A second time only after a damaged page: the tokens chosen before it count.
-            watch.begin()
-            self._keep(num_before, watch)
+        self._keep_logits = output_logits
+        try:
             self._align(chunk_size)
             ids, mask = self._padded()
             model: Any = self.engine.model
@@ -123,15 +121,10 @@ class Batch:
                 ids,
                 attention_mask=mask,
                 cache=self._cache,
-                max_new_tokens=max_new_tokens - watch.num_steps,
-                min_new_tokens=None if min_new_tokens is None else max(0, min_new_tokens - watch.num_steps),
+                max_new_tokens=max_new_tokens,
                 streamer=watch,
                 **options,
             )
-
-        self._keep_logits = output_logits
-        try:
-            self._around_damage(run)
         finally:
             self._keep_logits, self._last_logits = False, None
             self._keep(num_before, watch)
@@ -174,22 +167,19 @@ class Batch:
             raise BadRequest("cache", "is in a forward pass already; a batch takes one at a time")
         num_rows = len(self.requests)
         ids = self._check(arguments)
+
+        def call(start: int, stop: int) -> Any:
+            if stop - start == num_rows:
+                return original(*args, **kwargs)
+            return original(**_cut(arguments, start, stop))
+
         results: list[Any] = []
         start = 0
         while start < num_rows:
-            rows = self._enter(ids, start)
-            self._forward = ForwardPass(self, self.engine.layout, self.engine.windows, rows, len(ids[0]))
-            try:
-                with running(self._forward):
-                    if len(rows) == num_rows:
-                        results.append(original(*args, **kwargs))
-                    else:
-                        results.append(original(**_cut(arguments, start, start + len(rows))))
-                self._commit(start)
-            except BaseException as error:
-                self.discard(error)
-                raise
-            start += len(rows)
+            going_on = [request for row, request in enumerate(self.requests) if row >= start and not self._ended[row]]
+            stop, result = around_damage(going_on, partial(self._run_from, start, ids, call))
+            results.append(result)
+            start = stop
         self._num_columns += len(ids[0])
         result = results[0]
         if len(results) > 1:
@@ -197,6 +187,21 @@ class Batch:
         if self._keep_logits:
             self._last_logits = result.logits[:, -1].to("cpu", torch.float32, copy=True)
         return result
+
+    def _run_from(self, start: int, ids: Sequence[Tokens], call: Callable[[int, int], Any]) -> tuple[int, Any]:
+        """A pass of the rows from `start` on, as many as there is room for: before which row it ended, and what the
+        model gave."""
+        rows = self._enter(ids, start)
+        stop = start + len(rows)
+        self._forward = ForwardPass(self, self.engine.layout, self.engine.windows, rows, len(ids[0]))
+        try:
+            with running(self._forward):
+                result = call(start, stop)
+            self._commit(start)
+        except BaseException as error:
+            self.discard(error)
+            raise
+        return stop, result
 
     def discard(self, error: BaseException | None) -> None:
         """Drop the pass of this thread, if there is one."""
@@ -278,16 +283,6 @@ class Batch:
         """The rows' tokens are those of before and those chosen since."""
         for request, start, tokens in zip(self.requests, num_before, watch.tokens, strict=True):
             request.replace_tail(start, tokens)
-
-    def _around_damage(self, run: Callable[[], None]) -> None:
-        for _ in range(MAX_REOPENS):
-            try:
-                run()
-                return
-            except DAMAGE:
-                for request in self.requests:
-                    request.reopen()
-        run()
 
     def _end_tokens(self, options: Mapping[str, Any]) -> frozenset[int]:
         ends = options.get("eos_token_id", self.engine.model.generation_config.eos_token_id)

@@ -99,19 +99,10 @@ class TokenWatch:
         self._streamer: Final = streamer
         self._is_prompt = True
 
-    @property
-    def num_steps(self) -> int:
-        """Tokens that the longest row has."""
-        return max(map(len, self.tokens))
-
-    def begin(self) -> None:
-        """A call of `generate` starts: it will begin by giving its input."""
-        self._is_prompt = True
-
     def put(self, value: torch.Tensor) -> None:
         if self._is_prompt:
             self._is_prompt = False
-            if self._streamer is not None and not self.num_steps:
+            if self._streamer is not None:
                 self._streamer.put(value)
             return
         if self.first_s is None:
@@ -126,4 +117,4 @@ class TokenWatch:
             self._streamer.put(value)
 
     def end(self) -> None:
-        """The end of one call is not the end of the generation; that is told by who began it."""
+        """The streamer is told by who began the generation, when the request is up to date."""

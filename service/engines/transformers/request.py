@@ -1,6 +1,8 @@
 """A request: one sequence of tokens on its way through a model, and the transformers cache that stands for it."""
 
+import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,16 +28,18 @@ from hicache.service.engines.transformers.generating import (
 )
 from hicache.service.engines.transformers.request_cache import RequestCache
 from hicache.service.engines.transformers.token_ids import Tokens, token_ids
-from hicache.tier import TierId
+from hicache.tier import NVME, TierId
 
 if TYPE_CHECKING:
     from hicache.service.engines.transformers.engine import TransformersEngine
 
 MAX_REOPENS: Final = 16
-"""Damaged pages that one call works around, each by recomputing from there on, before it gives up."""
+"""Damaged pages that one pass works around, each by recomputing from there on, before it gives up."""
 
+SALT_BYTES: Final = 16
+"""Of a request that goes on apart from all others."""
 DAMAGE: Final = (CorruptPage, NotResident, TierUnavailable)
-"""What a pass raises that finds a page of the context gone, or on a device that fails."""
+"""What a pass raises that finds a page of the context gone, or on a device that fails or does not answer."""
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -46,7 +50,8 @@ class Request:
 
     Made by `TransformersEngine.request`; a context manager. Its tokens are the prompt and what followed; the first
     `length` of them have KV. One thread at a time. After an exception in a forward pass the request is as it was
-    before that pass and can be used again.
+    before that pass and can be used again. A pass that finds part of them lost, or on a device that does not give it,
+    raises nothing: they are computed again first, as their ids are known.
     """
 
     def __init__(self, engine: "TransformersEngine", namespace: Namespace, tokens: Tokens, timeout_s: float) -> None:
@@ -62,6 +67,7 @@ class Request:
         self.num_lost = 0
         """Those of them that turned out damaged when they were read, and were recomputed."""
         self._forward: ForwardPass | None = None
+        self._is_restoring = False
         self._progress: Progressing | None = None
         self._last_logits: torch.Tensor | None = None
         self._keep_logits = False
@@ -117,7 +123,7 @@ class Request:
         began = time.perf_counter()
 
         with self._working(progress):
-            logits = self._around_damage(lambda: self.compute(chunk_size, leave=0))
+            logits = self.compute(chunk_size, leave=0)
         assert logits is not None
         self._spent_s += time.perf_counter() - began
         return logits
@@ -141,35 +147,25 @@ class Request:
         """
         chunk_size = self.check_chunk(chunk_size)
         options = check_options(max_new_tokens, options)
-        min_new_tokens = options.pop("min_new_tokens", None)
-
         watch = TokenWatch([False], lambda: self._last_logits, streamer)
         num_before = len(self._tokens)
         began = time.perf_counter()
 
-        def run() -> None:
-            # A second time only after a damaged page: the tokens chosen before it count.
-            watch.begin()
-            done = watch.num_steps
-            self.replace_tail(num_before, watch.tokens[0])
-            self.compute(chunk_size, leave=chunk_size)
-            ids = self._ids(0, len(self._tokens))
-            model: Any = self.engine.model
-            model.generate(
-                ids,
-                # As long as the ids: only then does transformers drop the cached prefix from them.
-                attention_mask=torch.ones_like(ids),
-                cache=self._cache,
-                max_new_tokens=max_new_tokens - done,
-                min_new_tokens=None if min_new_tokens is None else max(0, min_new_tokens - done),
-                streamer=watch,
-                **options,
-            )
-
         self._keep_logits = output_logits
         try:
             with self._working(progress):
-                self._around_damage(run)
+                self.compute(chunk_size, leave=chunk_size)
+                ids = self._ids(0, len(self._tokens))
+                model: Any = self.engine.model
+                model.generate(
+                    ids,
+                    # As long as the ids: only then does transformers drop the cached prefix from them.
+                    attention_mask=torch.ones_like(ids),
+                    cache=self._cache,
+                    max_new_tokens=max_new_tokens,
+                    streamer=watch,
+                    **options,
+                )
         finally:
             self._keep_logits, self._last_logits = False, None
             self.replace_tail(num_before, watch.tokens[0])
@@ -212,6 +208,15 @@ class Request:
     ) -> Any:
         """See `PassOwner`. Raises `BadRequest` naming the model's argument that cannot be served (nothing was touched
         then), and what `Sequence.step` raises."""
+
+        def once() -> Any:
+            return self._run(original, args, kwargs, arguments)
+
+        return once() if self._is_restoring else around_damage([self], once)
+
+    def _run(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Mapping[str, Any]
+    ) -> Any:
         try:
             with running(self._begin(arguments)):
                 result = original(*args, **kwargs)
@@ -281,15 +286,33 @@ class Request:
         if self.length == self.cached and self.num_pending > self.engine.layout.page_size and not self.is_loading:
             found = self.engine.cache.match(self._namespace, self._tokens[:-1]).num_tokens
             if found > self.length:
-                self.reopen()
+                self._reopen(self._tokens)
                 self._opened_with = self._sequence
 
-    def reopen(self) -> None:
-        """Go on from what the cache has now."""
+    def go_back(self, length: int, salt: bytes | None) -> None:
+        """Go on from what the cache still has of the first `length` tokens, apart from others if a salt is given."""
+        if salt is not None:
+            self._namespace = dataclasses.replace(self._namespace, salt=salt)
+        # One more, if it is known: of a prompt the last token is never found.
+        self._reopen(self._tokens[: length + 1])
+        self.num_lost = max(self.num_lost, self.cached - self._sequence.num_cached)
+        if self._progress is not None:
+            self._progress.restart(self.length)
+
+    def restore(self, length: int) -> None:
+        """Compute the first `length` tokens as far as they are not there. Raises what a pass raises."""
+        if self.length >= length:
+            return
+        self._is_restoring = True
+        try:
+            self.compute(self.engine.chunk_size, leave=0, keep=len(self._tokens) - length)
+        finally:
+            self._is_restoring = False
+
+    def _reopen(self, tokens: Tokens) -> None:
+        """Go on from what the cache has now of these tokens."""
         self._sequence.close()
-        self._sequence = self.engine.cache.sequence(
-            self._namespace, self._tokens, timeout_s=self._timeout_s, by_layer=True
-        )
+        self._sequence = self.engine.cache.sequence(self._namespace, tokens, timeout_s=self._timeout_s, by_layer=True)
 
     @property
     def is_loading(self) -> bool:
@@ -331,21 +354,6 @@ class Request:
         finally:
             self._progress = None
 
-    def _around_damage(self, run: Callable[[], T]) -> T:
-        """`run`, and again after each damaged page: what was lost with it is recomputed, not missed by the caller."""
-        for _ in range(MAX_REOPENS):
-            try:
-                return run()
-            except DAMAGE as damage:
-                # Found by this pass, or by somebody else who shares the page: it is gone from the cache, or on a device
-                # that fails, which the cache does not count on for a while.
-                _logger.warning("%s; recomputing from there on", damage)
-                self.reopen()
-                self.num_lost = max(self.num_lost, self.cached - self._sequence.num_cached)
-                if self._progress is not None:
-                    self._progress.restart(self.length)
-        return run()
-
     def _ids(self, start: int, stop: int) -> torch.Tensor:
         ids = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
         return ids[None].to(self.engine.model.device)
@@ -362,3 +370,29 @@ class Request:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the request was closed")
+
+
+def around_damage(requests: Sequence[Request], run: Callable[[], T]) -> T:
+    """`run`, a pass of these requests, and again after each damaged page of theirs, once what was lost with it is
+    computed again. Raises what the pass raises else.
+
+    Pages on a device that fails, or does not answer, are not lost: it may give them later. What is computed in their
+    place would be known to the cache as a copy of theirs, and soon leave for them again. So these requests go on apart
+    from what is cached, and their pages are found by nobody else.
+    """
+    lengths = [request.length for request in requests]
+    num_reopens = 0
+    while True:
+        try:
+            for request, length in zip(requests, lengths, strict=True):
+                request.restore(length)
+            return run()
+        except DAMAGE as damage:
+            if num_reopens == MAX_REOPENS:
+                raise
+            num_reopens += 1
+            _logger.warning("%s; recomputing from there on", damage)
+            is_there = isinstance(damage, TierUnavailable) and damage.tier == NVME
+            salt = os.urandom(SALT_BYTES) if is_there else None
+            for request, length in zip(requests, lengths, strict=True):
+                request.go_back(length, salt)
