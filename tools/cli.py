@@ -24,7 +24,7 @@ from typing import Final, NoReturn
 
 from hicache.errors import HicacheError
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
-from hicache.tools.terminal import printable
+from hicache.tools.terminal import STAND_INS, printable
 
 COMMANDS: Final = {
     "serve": "run the sidecar: one cache that the engines of this machine share",
@@ -155,9 +155,9 @@ def _prepare_streams() -> None:
     if sys.stdout is None:  # started with standard output closed
         sys.stdout = _Nowhere()
     for stream in (sys.stdout, sys.stderr):
-        # A name that the stream's encoding lacks is escaped; it does not end the command.
+        # What the stream's encoding lacks has a stand-in or is escaped; it does not end the command.
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=STAND_INS)
 
 
 class _Nowhere(TextIOBase):

@@ -1,9 +1,11 @@
 """What a stream can show, and text made safe and pretty for it: escaped names, colours, bars.
 
 Colours appear on a terminal only, and not where `NO_COLOR` is set or `TERM` is `dumb`; block characters appear where
-the stream's encoding has them.
+the stream's encoding has them. Other characters that an encoding lacks have stand-ins as wide as they are, or appear as
+backslash escapes: for that, streams have the error handler `STAND_INS`.
 """
 
+import codecs
 import os
 import re
 import shutil
@@ -33,6 +35,9 @@ class Colour(Enum):
 
 
 TIER_COLOURS: Final = {"device": Colour.DEVICE, "host": Colour.HOST, "nvme": Colour.NVME}
+STAND_INS: Final = "hicache.stand-ins"
+"""Name of the error handler for streams."""
+_STAND_INS: Final = {"…": "~", "→": ">", "µ": "u", "—": "-", "÷": "/"}
 _SGR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 
@@ -125,6 +130,18 @@ def _columns(text: str) -> int:
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )
+
+
+def _stand_in(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What is written for the first character that a stream's encoding lacks, and where to go on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    char = error.object[error.start]
+    error.end = error.start + 1
+    return (_STAND_INS[char], error.end) if char in _STAND_INS else codecs.backslashreplace_errors(error)
+
+
+codecs.register_error(STAND_INS, _stand_in)
 
 
 def visible_length(text: str) -> int:

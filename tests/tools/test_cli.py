@@ -188,6 +188,7 @@ def test_an_encoding_without_block_characters_is_respected(tmp_path: Path) -> No
     assert result.returncode == 0
     assert result.stdout.isascii()
     assert "|- evil\\x1b[31m\\nname" in result.stdout
+    assert "~: " in result.stdout, "behind the beginning of a digest"
 
 
 def test_no_colours_when_it_is_no_terminal(tmp_path: Path) -> None:

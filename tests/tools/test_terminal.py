@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.tools.terminal import MIN_WIDTH, PLAIN_WIDTH, Colour, Style, pad, printable, visible_length
+from hicache.tools.terminal import MIN_WIDTH, PLAIN_WIDTH, STAND_INS, Colour, Style, pad, printable, visible_length
 
 COLOUR = Style(colour=True)
 ASCII = Style(unicode=False)
@@ -34,6 +34,15 @@ def test_escaped_text_is_one_harmless_line(text: str) -> None:
 )
 def test_what_could_act_on_a_terminal_is_shown_as_an_escape(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_what_an_encoding_lacks_has_a_stand_in_or_is_escaped() -> None:
+    for encoding, shown in (
+        ("ascii", "cut~ host > NVMe 3 us \\xfc\\u6f22~ \\udcff"),
+        ("latin-1", "cut~ host > NVMe 3 µs ü\\u6f22~ \\udcff"),
+    ):
+        written = "cut… host → NVMe 3 µs ü漢… \udcff".encode(encoding, STAND_INS)
+        assert written.decode(encoding) == shown
 
 
 @given(st.text(), st.integers(1, 20))
