@@ -182,8 +182,8 @@ class Room(Moves):
         num_moves = self._num_moves
         try:
             if target is not None and target.tier_id not in self._stalled:
-                # At most half of the time there is: where this makes room for a copy from a faster tier, it is the slower
-                # tier that is known to be late, and there is time left to do without it.
+                # At most half of the time there is: where this makes room for a copy from a faster tier, it is then the
+                # slower tier that is known to be late, and there is time left to do without it.
                 now = self.clock.monotonic()
                 give_up_at = now + min(PATIENCE_S, max(0.0, deadline - now) / 2)
                 try:
