@@ -53,7 +53,7 @@ class AdminCalls:
         self._drain: Final = drain
         self._browsing: Final = Browsing(cache, sessions.boot)
         self._explaining: Final = Explaining(cache, sessions)
-        self._surveying: Final = Surveying(cache, sessions.boot)
+        self._surveying: Final = Surveying(cache.tree, cache.clock, sessions.boot)
         self._verifying: Final = Verifying(cache, storing, sessions.boot, start)
 
     async def inspect(self, call: Call, request: pb.InspectRequest) -> AsyncIterator[pb.InspectPiece]:

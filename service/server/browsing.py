@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from hicache.cache import Cache
+from hicache.clock import Clock
 from hicache.errors import BadRequest
 from hicache.residency import Residency
 from hicache.results import NodeInfo
@@ -11,6 +12,7 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.boot import Boot
 from hicache.service.server.walks import Walks
 from hicache.tier import HOST, NVME
+from hicache.tree import HiRadixTree
 
 MAX_NODES: Final = 10_000
 """Nodes of one step."""
@@ -50,14 +52,14 @@ class Browsing:
             yield from batch
 
     def _show(self, info: NodeInfo, shown: pb.BrowsedNode, *, wants_tokens: bool) -> None:
-        show(self._cache, info, shown)
+        show(self._cache.tree, self._cache.clock, info, shown)
         if wants_tokens:
             shown.tokens = self._cache.tree.own_tokens_of(info.node).astype("<i4").tobytes()
 
 
-def show(cache: Cache, info: NodeInfo, shown: pb.BrowsedNode) -> None:
+def show(tree: HiRadixTree, clock: Clock, info: NodeInfo, shown: pb.BrowsedNode) -> None:
     """A node as it travels, without its tokens."""
-    tree, now = cache.tree, cache.clock.monotonic()
+    now = clock.monotonic()
     shown.namespace, shown.tenant = info.namespace, info.tenant
     shown.first_page, shown.num_pages = info.first_page, info.num_pages
     by_state = {Residency.RESIDENT: shown.tiers, Residency.ARRIVING: shown.arriving, Residency.CONDEMNED: shown.leaving}

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from heapq import heappush, heapreplace
 from typing import Final
 
-from hicache.cache import Cache
 from hicache.clock import Clock
 from hicache.errors import BadRequest, LeaseExpired
 from hicache.node import Node
@@ -97,8 +96,9 @@ class Ranking(Round):
 class Surveying:
     """Outlines and rankings that are under way. Belongs to the event loop. Both raise `BadRequest`."""
 
-    def __init__(self, cache: Cache, boot: Boot) -> None:
-        self._cache: Final = cache
+    def __init__(self, tree: HiRadixTree, clock: Clock, boot: Boot) -> None:
+        self._tree: Final = tree
+        self._clock: Final = clock
         self._outlines: Final = Walks[tuple[View, int]](boot)
         self._rankings: Final = Walks[Ranking](boot)
 
@@ -109,9 +109,9 @@ class Surveying:
         else:
             max_tokens = _within("max_tokens", request.max_tokens, 0, MAX_TOKENS)
             view = self._view(request)
-        pace = Pace(self._cache.clock, OUTLINE_SHARE)
+        pace = Pace(self._clock, OUTLINE_SHARE)
         if not request.end:
-            await view.go_on(pace, self._cache.clock.monotonic() + LOOK_S)
+            await view.go_on(pace, self._clock.monotonic() + LOOK_S)
         if not (view.is_whole or request.end):
             walk = self._outlines.keep(request.walk, (view, max_tokens))
             return pb.OutlineReply(walk=walk, num_seen=view.num_met)
@@ -121,10 +121,10 @@ class Surveying:
         return reply
 
     def _view(self, request: pb.OutlineRequest) -> View:
-        cache, max_branches = self._cache, _within("max_branches", request.max_branches, 1, MAX_OUTLINED)
+        max_branches = _within("max_branches", request.max_branches, 1, MAX_OUTLINED)
         # A namespace is a branch, too, one level above its nodes.
         max_depth = 1 + (request.max_depth or _ALL)
-        return View(cache.tree, cache.clock, None, page_bytes=1, limit=max_branches, max_depth=max_depth)
+        return View(self._tree, self._clock, None, page_bytes=1, limit=max_branches, max_depth=max_depth)
 
     async def _tell(self, top: Branch[Key], reply: pb.OutlineReply, max_tokens: int, pace: Pace) -> None:
         ends: dict[Node, int] = {}
@@ -147,7 +147,7 @@ class Surveying:
             self._show(key, told, max_tokens, ends)
         elif key is not None:
             told.namespace = key
-            known = self._cache.tree.namespace_of(key)
+            known = self._tree.namespace_of(key)
             told.tenant = known.tenant if known is not None else ""
 
     async def rank(self, request: pb.RankRequest) -> pb.RankReply:
@@ -157,8 +157,8 @@ class Surveying:
             ranking = self._rankings.take(request.walk)
         except LeaseExpired:
             ranking = self._ranking(request)
-        pace = Pace(self._cache.clock)
-        await ranking.go_on(pace, self._cache.clock.monotonic() + LOOK_S)
+        pace = Pace(self._clock)
+        await ranking.go_on(pace, self._clock.monotonic() + LOOK_S)
         nodes, num_matched = ranking.found
         reply = pb.RankReply(num_matched=num_matched, whole=ranking.is_whole)
         ends: dict[Node, int] = {}
@@ -180,22 +180,20 @@ class Surveying:
         def is_wanted(node: Node) -> bool:
             return wanted in self._text(node).lower()
 
-        cache = self._cache
         return Ranking(
-            cache.tree, cache.clock, rank=rank, is_wanted=is_wanted if wanted else None, limit=max_nodes
+            self._tree, self._clock, rank=rank, is_wanted=is_wanted if wanted else None, limit=max_nodes
         )
 
     def _text(self, node: Node) -> str:
-        tree = self._cache.tree
+        tree = self._tree
         tiers = [tier for tier in tree.tiers if node.residency(tier) is Residency.RESIDENT]
         ids = tree.own_tokens_of(node, FIRST_TOKENS).tolist()
         return " ".join(map(str, (node.namespace.hex(), node.tenant, *tiers, *ids)))
 
     def _show(self, node: Node, shown: pb.BrowsedNode, max_tokens: int, ends: dict[Node, int]) -> None:
-        tree = self._cache.tree
-        show(self._cache, tree.info(node, ends), shown)
+        show(self._tree, self._clock, self._tree.info(node, ends), shown)
         if max_tokens:
-            shown.tokens = tree.own_tokens_of(node, max_tokens).astype("<i4").tobytes()
+            shown.tokens = self._tree.own_tokens_of(node, max_tokens).astype("<i4").tobytes()
 
 
 def _within(field: str, value: int, least: int, most: int) -> int:
