@@ -20,11 +20,14 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOBase, TextIOWrapper
 from types import FrameType
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from hicache.errors import HicacheError
 from hicache.tools.exits import CommandFailed, Exit, UsageProblem
 from hicache.tools.terminal import STAND_INS, printable
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 COMMANDS: Final = {
     "serve": "run the sidecar: one cache that the engines of this machine share",
@@ -64,6 +67,10 @@ class Terminated(KeyboardInterrupt):
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose complaints are one line."""
 
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """As argparse does, which takes no notice of help that could not be written."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         raise UsageProblem(f"{printable(message)} (see {self.prog} --help)")
 
@@ -79,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except SystemExit as stop:
         # argparse ends so after --help and --version.
-        return _flushed(stop.code if isinstance(stop.code, int) else Exit.OK)
+        return _shown(name, stop.code if isinstance(stop.code, int) else Exit.OK)
     except UsageProblem as problem:
         return _complain(name, str(problem), Exit.USAGE)
     except CommandFailed as problem:
@@ -126,17 +133,23 @@ def _without_command(arguments: list[str]) -> int:
 
 
 def _complain(name: str, message: str, status: Exit) -> int:
-    _flushed(status)  # what was printed before comes before
+    try:
+        sys.stdout.flush()  # what was printed before comes before
+    except OSError:
+        _silence_stdout()
     with suppress(OSError):  # nobody may be left to be told
         print(f"hicache {name}".rstrip() + ": " + " ".join(message.split("\n")), file=sys.stderr, flush=True)
     return status
 
 
-def _flushed(status: int) -> int:
+def _shown(name: str, status: int) -> int:
+    """What help returns."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except BrokenPipeError:
         _silence_stdout()
+    except OSError as problem:
+        return _complain(name, str(problem), Exit.FAILED)
     return status
 
 
@@ -152,8 +165,9 @@ def _silence_stdout() -> None:
 
 
 def _prepare_streams() -> None:
-    if sys.stdout is None:  # started with standard output closed
-        sys.stdout = _Nowhere()
+    # Started with one of them closed. What is printed to a stream that is None would go to standard output.
+    sys.stdout = sys.stdout or _Nowhere()
+    sys.stderr = sys.stderr or _Nowhere()
     for stream in (sys.stdout, sys.stderr):
         # What the stream's encoding lacks has a stand-in or is escaped; it does not end the command.
         if isinstance(stream, TextIOWrapper):

@@ -175,6 +175,19 @@ def test_a_full_disk_behind_standard_output_is_a_failure(tmp_path: Path) -> None
     assert result.stderr == "hicache tree: [Errno 28] No space left on device\n"
 
 
+def test_help_that_cannot_be_written_is_a_failure_too() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-m", "hicache.tools", "tree", "--help"], env=ENVIRONMENT,
+                                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)  # fmt: skip
+    assert (result.returncode, result.stderr) == (1, "hicache tree: [Errno 28] No space left on device\n")
+
+
+def test_complaints_go_nowhere_with_standard_error_closed() -> None:
+    result = subprocess.run(["/bin/sh", "-c", '"$0" -m hicache.tools stats missing 2>&-', sys.executable],
+                            env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=60, check=False)  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, b"")
+
+
 def test_it_runs_with_standard_output_closed(tmp_path: Path) -> None:
     path = snapshots.write(tmp_path)
     result = subprocess.run(["/bin/sh", "-c", '"$0" -m hicache.tools tree "$1" >&-', sys.executable, path],
