@@ -11,7 +11,7 @@ it is walked through, and each later look goes on where the last one ended. Who 
     branch     {"id", "above" (id; null for the focus), "kind": "all" | "namespace" | "prefix", "label",
                 "total": sizes, "more": sizes or null (what hangs on it and is not shown)}, and a prefix also
                {"tokens", "bytes" (its own), "tiers", "coming" (tiers to which a copy is on its way), "age_s" (since it
-                or anything below was used), "leases" (that end with it)}
+                or anything below was used), "uses" (requests that were given it), "leases" (that end with it)}
     sizes      {"bytes", "prefixes", "leases", "tiers": {TIER: bytes}} with each page once, under its fastest tier
 """
 
@@ -96,7 +96,7 @@ class TreeView:
     def prefix(self, number: int) -> dict[str, Any]:
         """All about one prefix that a picture has shown: "namespace" and what is known of it, "first_token", "tokens",
         "ids" (the first `SHOWN_TOKENS`), "text" (of these; null without a tokenizer), "bytes", "residency", "age_s",
-        "leases", "priority", "retained_s", "published". Does not wait; raises as `picture` does, and
+        "uses", "leases", "priority", "retained_s", "published". Does not wait; raises as `picture` does, and
         `BadRequest` for what is no prefix."""
         node = self._find(number)
         if not isinstance(node, Node):
@@ -116,6 +116,7 @@ class TreeView:
             "bytes": node.num_pages * layout.page_bytes,
             "residency": {str(tier): node.residency(tier).name.lower() for tier in tree.tiers},
             "age_s": max(0.0, now - node.last_access),
+            "uses": node.num_uses,
             "leases": node.num_leases,
             "priority": tree.priority(node),
             "retained_s": max(0.0, until - now) if until is not None else None,
@@ -181,6 +182,7 @@ class TreeView:
             "tiers": [tier for tier, state in states.items() if state is Residency.RESIDENT],
             "coming": [tier for tier, state in states.items() if state is Residency.ARRIVING],
             "age_s": round(max(0.0, self._cache.clock.monotonic() - key.last_access), 3),
+            "uses": key.num_uses,
             "leases": key.num_leases,
         }
 

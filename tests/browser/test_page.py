@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -14,7 +15,7 @@ from hicache.tier import HOST, NVME
 from tests.browser.looking import WAIT_MS, Looking
 from tests.service.stored import NAMESPACE, PAGE, store
 from tests.service.test_deadlines import leave_the_host
-from tests.tools.served import COLD, WARM
+from tests.tools.served import COLD, WARM, known_server
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -25,6 +26,12 @@ COLD_TAIL: Final = "32 33 34"
 WARM_TAIL: Final = "900 901 902"
 LIGHT: Final = {"host": "rgb(14, 116, 144)", "nvme": "rgb(162, 28, 175)"}
 DARK: Final = {"host": "rgb(24, 127, 155)", "nvme": "rgb(180, 69, 192)"}
+REMEMBER_NANS: Final = """() => {
+    window.seen = [];
+    const look = () => document.body.innerText.includes("NaN") && window.seen.push(document.body.innerText);
+    new MutationObserver(look).observe(document.body, { subtree: true, childList: true, characterData: true });
+}"""
+"""Keeps in `seen` what the page shows whenever a number of it is none."""
 
 
 def colour(cell: Locator) -> str:
@@ -88,9 +95,42 @@ def test_hovering_shows_all_about_a_prefix(look: Look) -> None:
     looking.open()
     looking.cell(WARM_TAIL).hover()
     details = looking.page.locator("#details")
-    for told in ("48, the 33rd to 80th", "12.0 KiB", "Inhost", "Leasesnone", "900 901 902"):
+    for told in ("48, the 33rd to 80th", "12.0 KiB", "Inhost", "Usednot yet", "Leasesnone", "900 901 902"):
         expect(details).to_contain_text(told)
     expect(details.locator("pre")).to_have_text(" ".join(map(str, WARM[2 * PAGE :])))
+    for times in ("1 time", "2 times"):
+        with looking.client.acquire(Prompt(NAMESPACE, WARM)):
+            pass
+        expect(details).to_contain_text(f"Used{times}")
+    expect(looking.cell(WARM_TAIL)).to_have_attribute("aria-label", re.compile(r"used .* ago, 2 times in all$"))
+
+
+def test_a_server_that_was_started_again_is_shown_from_its_beginning(look: Look, tmp_path: Path) -> None:
+    looking = look()
+    looking.open()
+    page, dashboard = looking.page, looking.server.server.dashboard
+    assert dashboard is not None
+    expect(page.locator("#state")).to_have_text("live")
+    page.locator("#pause").click()
+    expect(page.locator("#state")).to_have_text("paused")
+    looking.server.close()
+    page.evaluate(REMEMBER_NANS)
+    (tmp_path / "again").mkdir()
+    with known_server(tmp_path / "again", http__listen=dashboard.address.port) as (server, _):
+        page.locator("#pause").click()
+        expect(page.locator("#entry-why")).to_contain_text("it was started again")
+        assert server.server.dashboard is not None
+        page.locator("#token").fill(server.server.dashboard.url)
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("#state")).to_have_text("live")
+        expect(page.locator("#saved .big")).to_have_text("0 s of prefill")
+        expect(page.locator("#found .big")).to_contain_text("of 0 tokens")
+        assert page.evaluate("window.seen") == []
+        page.locator("#pause").click()
+        expect(page.locator("#state")).to_have_text("paused")
+    refused = [complaint for complaint in looking.complaints if "401" in complaint]
+    assert refused
+    looking.complaints[:] = [complaint for complaint in looking.complaints if complaint not in refused]
 
 
 def test_the_icicle_by_keyboard(look: Look) -> None:

@@ -36,6 +36,7 @@ async function turn() {
       ask("tree", { focus }, mine.signal),
     ]);
     if (mine.signal.aborted) return;
+    if (cards.isStale(now)) return turn();
     show(now, span);
     showTree(picture);
     tell(isPaused ? "paused" : "live");

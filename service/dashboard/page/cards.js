@@ -27,11 +27,15 @@ export class Cards {
     return this.#rows[span].length ? this.#rows[span].at(-1)[0] + 1 : 0;
   }
 
+  /** Whether rows are known of another start of the server, from which `nextRow` went on; they are forgotten. */
+  isStale({ server }) {
+    const isOther = this.#boot !== null && this.#boot !== server.boot_id;
+    if (isOther) this.#rows = { minutes: [], day: [] };
+    this.#boot = server.boot_id;
+    return isOther;
+  }
+
   show(now, span) {
-    if (this.#boot !== now.server.boot_id) {
-      if (this.#boot !== null) this.#rows = { minutes: [], day: [] };
-      this.#boot = now.server.boot_id;
-    }
     const rows = this.#rows[span];
     rows.push(...now.history.rows.filter(([number]) => number >= this.nextRow(span)));
     rows.splice(0, Math.max(0, rows.length - (span === "minutes" ? 450 : 1440)));

@@ -81,6 +81,7 @@ function prefix(branch, known) {
     Bytes: bytes(branch.bytes),
     In: (told ?? branch.tiers.map(named)).join(", ") || "on its way",
     "Last used": `${seconds(branch.age_s)} ago`,
+    Used: branch.uses ? plural(branch.uses, "time") : "not yet",
     Leases: branch.leases ? plural(branch.leases, "lease") : "none",
     Below: `${plural(branch.total.prefixes - 1, "prefix", "prefixes")}, ${bytes(branch.total.bytes - branch.bytes)}`,
     Tenant: known?.tenant || null,

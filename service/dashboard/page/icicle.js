@@ -207,5 +207,6 @@ function spoken(place) {
   }
   const where = branch.tiers.map(named).join(" and ") || "on its way";
   const leases = branch.leases ? `, ${plural(branch.leases, "lease")}` : "";
-  return `${branch.label}: ${whole(branch.tokens)} tokens, ${bytes(branch.bytes)}, ${where}, used ${seconds(branch.age_s)} ago${leases}`;
+  const used = `used ${seconds(branch.age_s)} ago${branch.uses ? `, ${plural(branch.uses, "time")} in all` : ""}`;
+  return `${branch.label}: ${whole(branch.tokens)} tokens, ${bytes(branch.bytes)}, ${where}, ${used}${leases}`;
 }
