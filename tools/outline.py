@@ -11,12 +11,18 @@ if TYPE_CHECKING:
 
 
 def outline(
-    owner: Owner, *, depth: int | None, num_tokens: int, until: float, progress: Callable[[str, int, int], None]
+    owner: Owner,
+    *,
+    limit: int,
+    depth: int | None,
+    num_tokens: int,
+    until: float,
+    progress: Callable[[str, int, int], None],
 ) -> Snapshot:
     """Have a server go through its tree, until it has seen all of it or the time has come (`Owner.outline`): what was
     found. Calls `progress` with what is done, how much of it, and of how much. Raises as `Owner` does."""
     total = int(owner.stats["num_nodes"])
-    for reply in owner.outline(depth=depth, num_tokens=num_tokens, until=until):
+    for reply in owner.outline(limit=limit, depth=depth, num_tokens=num_tokens, until=until):
         if reply.walk:
             progress("prefixes looked at", reply.num_seen, max(total, reply.num_seen))
     return _snapshot(owner.stats, reply)

@@ -35,7 +35,7 @@ _SAID: Final = frozenset({
 BROWSE_NODES: Final = 2_000
 """Prefixes that are asked for at a time."""
 MAX_BRANCHES: Final = 10_000
-"""Namespaces and prefixes of an outline."""
+"""Most branches of an outline."""
 
 
 class Owner:
@@ -85,17 +85,18 @@ class Owner:
             if not walk:
                 return
 
-    def outline(self, *, depth: int | None, num_tokens: int, until: float) -> "Iterator[pb.OutlineReply]":
+    def outline(self, *, limit: int, depth: int | None, num_tokens: int, until: float) -> "Iterator[pb.OutlineReply]":
         """The largest branches of what is cached: how far the server has come, moment by moment, and as the last one
         the outline, of all that was seen by `until` (seconds of `time.monotonic`).
 
         Args:
+            limit: branches, namespaces and prefixes together, up to `MAX_BRANCHES`.
             depth: levels of each namespace; None for all.
             num_tokens: first token ids of each prefix.
         """
         from hicache.service.proto import hicache_pb2 as pb
 
-        request = pb.OutlineRequest(max_branches=MAX_BRANCHES, max_depth=depth or 0, max_tokens=num_tokens)
+        request = pb.OutlineRequest(max_branches=limit, max_depth=depth or 0, max_tokens=num_tokens)
         while True:
             reply: pb.OutlineReply = self._call("Outline", request, pb.OutlineReply)
             yield reply

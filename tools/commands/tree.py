@@ -28,6 +28,7 @@ _NAME_SHARE: Final = 0.5
 _NUMBER_COLUMNS: Final = 52
 TITLE_TOKENS: Final = 4
 """Token ids that name a prefix without a title."""
+DEFAULT_LIMIT: Final = 2_000
 DEFAULT_WITHIN_S: Final = 30
 _EPILOG: Final = f"""\
 examples:
@@ -36,9 +37,10 @@ examples:
   hicache tree --json | jq '.prefixes[] | select(.leases > 0)'
 
 A server goes through its tree a moment at a time, so that engines notice little of it, and tells
-its {MAX_BRANCHES:,} largest branches at most. Of a tree that takes longer than --within, what was
-seen by then is shown, and how much that is. Uses are requests that were given a prefix; they are
-not kept over a restart, and the halves of a prefix that is divided both begin with what it had.
+its largest branches, of which each namespace is one as well. Of a tree that takes longer than
+--within, what was seen by then is shown, and how much that is. Uses are requests that were given
+a prefix; they are not kept over a restart. Where a prefix is divided, both parts begin with what
+it had, and where two are joined, the greater number stands for both.
 
 {common.EPILOG}"""
 
@@ -55,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=integer(1, 1_000_000), metavar="N", help="show so many levels (default all)")
     parser.add_argument("--width", type=integer(1, 1_000_000), metavar="N", default=DEFAULT_WIDTH,
                         help=f"show so many prefixes below each, the largest (default {DEFAULT_WIDTH})")  # fmt: skip
+    parser.add_argument("--limit", type=integer(1, MAX_BRANCHES), metavar="N", default=DEFAULT_LIMIT,
+                        help=f"of a server, show so many branches, the largest (default {DEFAULT_LIMIT:,})")  # fmt: skip
     parser.add_argument("--within", type=integer(1, 86_400), metavar="SECONDS", default=DEFAULT_WITHIN_S,
                         help=f"look at a server's tree for so long at most (default {DEFAULT_WITHIN_S})")  # fmt: skip
     parser.add_argument("--text", action="store_true", help="show how each prefix's own tokens begin")
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     common.check_source(args)
     decode = decoder(args.tokenizer) if args.tokenizer is not None else None
     view = View(args.depth, args.width, show_text=args.text or decode is not None, decode=decode)
-    name, snapshot = common.read(args, lambda owner: _ask(owner, view, args.within))
+    name, snapshot = common.read(args, lambda owner: _ask(owner, view, args.limit, args.within))
     if args.json:
         print(json.dumps(to_json(snapshot, view)))
     else:
@@ -79,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _ask(owner: Owner, view: "View", within_s: int) -> Snapshot:
+def _ask(owner: Owner, view: "View", limit: int, within_s: int) -> Snapshot:
     shown, until = Progress(), time.monotonic() + within_s
     num_tokens = LABEL_TOKENS if view.decode is not None else TITLE_TOKENS
     try:
-        return outline(owner, depth=view.depth, num_tokens=num_tokens, until=until, progress=shown)
+        return outline(owner, limit=limit, depth=view.depth, num_tokens=num_tokens, until=until, progress=shown)
     finally:
         shown.end()
 
