@@ -69,7 +69,8 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         """As argparse does, which takes no notice of help that could not be written."""
-        print(self.format_help(), end="", file=file)
+        with suppress(BrokenPipeError):
+            print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         raise UsageProblem(f"{printable(message)} (see {self.prog} --help)")
