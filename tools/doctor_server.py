@@ -16,7 +16,7 @@ import hicache
 from hicache.errors import BadRequest
 from hicache.tools.checks import Check, Verdict
 from hicache.tools.exits import CommandFailed
-from hicache.tools.owner import reached
+from hicache.tools.owner import OtherVersion, reached
 from hicache.tools.terminal import printable
 from hicache.tools.units import format_bytes, format_seconds, plural
 
@@ -39,6 +39,8 @@ def diagnose(directory: Path, settings: dict[str, object] | None) -> list[Check]
             stats = owner.stats
     except CommandFailed as problem:
         mend = "start one with hicache serve, or name its directory with --socket-dir"
+        if isinstance(problem, OtherVersion):
+            mend = "ask it with the hicache that it was started with, or start it again with this one"
         return [*checks, Check(Verdict.FAIL, "server", str(problem), mend), _limits(None), _gpu()]
     server = stats["server"]
     return [

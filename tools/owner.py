@@ -38,6 +38,10 @@ MAX_BRANCHES: Final = 10_000
 """Most branches of an outline."""
 
 
+class OtherVersion(CommandFailed):
+    """Somebody answers, who is of another version or another kind of server."""
+
+
 class Owner:
     """A server that answers, and the calls of the service `Admin`. Every call raises `HicacheError` for what the server
     refused, and `CommandFailed` where it does not answer any more."""
@@ -58,7 +62,7 @@ class Owner:
         with self._told():
             call = self._channel.unary_stream(_path("Inspect"), _packed, pb.InspectPiece.FromString)
             text = b"".join([piece.json for piece in call(request, timeout=ANSWER_S)])
-        unknown = CommandFailed(f"{self._shown} answers in a form that this hicache does not know")
+        unknown = OtherVersion(f"{self._shown} answers in a form that this hicache does not know")
         try:
             inspected: dict[str, Any] = json.loads(text)
             protocol = inspected["server"]["protocol"]
@@ -66,7 +70,7 @@ class Owner:
             raise unknown from None
         if protocol != wire.PROTOCOL:
             version = printable(str(protocol), 20)
-            raise CommandFailed(f"{self._shown} speaks protocol {version}, this hicache protocol {wire.PROTOCOL}")
+            raise OtherVersion(f"{self._shown} speaks protocol {version}, this hicache protocol {wire.PROTOCOL}")
         if not inspected.keys() >= _SAID:
             raise unknown
         return inspected
@@ -193,8 +197,10 @@ class Owner:
         except grpc.RpcError as problem:
             error = error_of(problem)
             if isinstance(error, VersionMismatch):
-                text = f"{self._shown} does not know this call: it is of another version, or another kind of server"
-            elif isinstance(error, Unreachable):
+                raise OtherVersion(
+                    f"{self._shown} does not know this call: it is of another version, or another kind of server"
+                ) from None
+            if isinstance(error, Unreachable):
                 shown = printable(os.fspath(self.directory))
                 text = f"what listens at {shown} hung up: it is no hicache server, or has ended"
             elif isinstance(error, DeadlineExceeded):

@@ -221,6 +221,8 @@ def test_a_server_of_another_protocol_and_one_that_was_killed(
             assert complaints(directory, capsys) == {
                 f"the server at DIR speaks protocol 99, this hicache protocol {wire.PROTOCOL}"
             }
+            assert main(["doctor", "--socket-dir", str(directory)]) == 1
+            assert "or start it again with this one\n" in capsys.readouterr().out
             with pytest.raises(VersionMismatch, match=f"protocol {wire.PROTOCOL} is asked for, 99 is spoken here"):
                 connect(directory)
         finally:
