@@ -18,6 +18,7 @@ from tests.engines.running import (
     engine,
 )
 from tests.engines.test_vllm import OWN_CACHE_OFF, arguments, settings
+from tests.engines.test_vllm_issues import cacheable, flip, only_on_disk, stats_of
 from tests.engines.test_vllm_tier import ask_and_settle, offloading, start
 from tests.service.serving import ServerProcess
 
@@ -62,7 +63,8 @@ def plain(model: Path, prompts: list[Tokens], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path, arguments(tmp_path, **{"layout.num_layers": LAYERS}))
+    room = {"layout.num_layers": LAYERS, "host.bytes": 3_000 * PAGE_BYTES}
+    server = ServerProcess(tmp_path, arguments(tmp_path, **room))
     try:
         yield server
     finally:
@@ -85,6 +87,28 @@ def test_windows_beside_full_attention(
         second = running.ask(prompts)
     assert second.tokens == plain.tokens
     assert second.scheduled == again
+
+
+def test_of_a_load_that_fails_in_the_middle_what_came_is_kept(
+    model: Path, prompts: list[Tokens], plain: Answers, sidecar: ServerProcess, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A page has the blocks of all groups, so that none of them lacks what another has. vLLM gives up a whole request
+    whose load has failed where it has several groups: what had come is loaded once more."""
+    number = max(range(len(prompts)), key=lambda each: len(prompts[each]))
+    longest, right = prompts[number], plain.tokens[number]
+    with engine(model, tmp_path, settings(sidecar), **OWN_CACHE_OFF) as running:
+        assert running.ask([longest]).tokens == [right]
+        flip(only_on_disk(sidecar, capsys), share=0.5)
+        damaged = running.ask([longest])
+        again = running.ask([longest])
+    assert damaged.tokens == again.tokens == [right]
+    assert stats_of(sidecar, capsys)["counters"]["corrupt_pages"]["nvme"] > 0
+    # About half of it has come. The rest was computed, and is cached now.
+    assert len(longest) // 4 < damaged.scheduled[0] < len(longest) * 3 // 4
+    assert (damaged.scheduled[0] - len(longest) - len(right) + 1) % BLOCK == 0
+    assert damaged.cached == [len(longest) + len(right) - 1 - damaged.scheduled[0]]
+    assert again.cached == [cacheable(longest)]
 
 
 def test_blocks_that_are_given_back_early_are_not_saved_as_others(

@@ -98,6 +98,22 @@ def test_what_a_step_writes_to_for_the_first_time_is_told(link: Link) -> None:
     assert not plan.overwritten, "blocks of full attention stay until their request has ended"
 
 
+def test_of_a_load_that_failed_what_had_come_is_loaded_once_more(link: Link) -> None:
+    blocks, num_pages = HeldBlocks(), len(TOKENS) // BLOCK
+    blocks.let_through.set()
+    ids = tuple(tuple(range(first, first + num_pages)) for first in (1, 20))
+    transfers = Transfers(link, blocks, Settings(), page_size=BLOCK, rank=0)
+    transfers.begin_saves(Plan(saves=[saved("before", list(TOKENS), ids)]))
+    transfers.close()
+    scheduling = Scheduling(identity(), GROUPS, link, 5.0)
+    request = Request("r", [*TOKENS, 0])
+    for _ in range(2):
+        assert scheduling.matched(request, 0) == len(TOKENS)
+        scheduling.allocated(request, tuple(map(list, ids)), len(TOKENS))
+        scheduling.ended(["r"], ())  # vLLM has taken back all that the request had
+    assert scheduling.matched(request, 0) == 0
+
+
 class HeldBlocks(Blocks):
     """Blocks whose copies wait to be let through."""
 

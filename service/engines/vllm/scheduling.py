@@ -7,6 +7,7 @@ It runs on the engine's scheduling thread. A request costs it one lookup; nothin
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final
 
 from hicache.namespace import Namespace
@@ -17,6 +18,7 @@ from hicache.service.engines.vllm.counts import Counts
 from hicache.service.engines.vllm.identity import Backends, Groups, Identity
 from hicache.service.engines.vllm.plan import NULL_BLOCK, BlockIds, Load, Plan, Save
 from hicache.service.wire import pack_int32
+from hicache.tier import HOST
 
 FOUND_S: Final = 1.0
 """How long an answer is good for while its request waits to be admitted: vLLM asks again at each step."""
@@ -37,7 +39,8 @@ class Tracked:
     wanted: tuple[int, int] = (0, 0)
     """Pages that the last answer to vLLM offered: from, to."""
     loads_left: int = 1
-    """A load that failed is not tried again: its pages are computed. One more after each preemption."""
+    """A load that failed is not tried again, but for what had come: the rest is computed. One more after each
+    preemption."""
     num_full: int = 0
     """Pages that are cached, or that a save was planned for."""
     num_sent: int = 0
@@ -45,6 +48,9 @@ class Tracked:
     is_saving: bool = False
     """Whether a save was ever planned."""
     is_loading: bool = False
+    is_second: bool = False
+    """A load has failed of which vLLM kept nothing, as it does where it has several groups of blocks. What did come is
+    in the sidecar's memory by now, and nothing else is loaded any more."""
     is_retired: bool = False
     """It was begun with what `reset` has put out of use: it neither loads nor saves any more."""
 
@@ -109,6 +115,9 @@ class Scheduling:
         found = self._link.call(ask)
         tracked.found_tokens = 0 if found is None else found.num_tokens
         tracked.runs = () if found is None else found.runs
+        if tracked.is_second and found is not None:
+            tracked.runs = tuple(takewhile(lambda run: run[0] == HOST, found.runs))
+            tracked.found_tokens = sum(count for _, count in tracked.runs)
         self.counts.add(
             lookups=1,
             unanswered_lookups=found is None,
@@ -236,6 +245,10 @@ class Scheduling:
             if tracked is not None:
                 tracked.is_loading = False
                 _count_what_was_loaded(tracked.request)
+                if not tracked.request.num_computed_tokens and not tracked.is_second:
+                    tracked.is_second = True
+                    tracked.loads_left += 1
+                    tracked.found_at = float("-inf")
                 if tracked.num_full == tracked.wanted[1]:
                     # What could not be had is computed, and saved then.
                     tracked.num_full = min(tracked.num_full, tracked.request.num_computed_tokens // self._block_size)
