@@ -2,7 +2,7 @@
 
     first line   {"model": directory, "config": the connector's settings or null, "new_tokens": 8, "llm": arguments of
                   `LLM`}; answered by {"ready": true} when the engine is up
-    others       {"prompts": [[token, ...], ...], "together": false}
+    others       {"prompts": [[token, ...], ...], "together": false, "salt": null, "adapter": directory or null}
                   answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...],
                   "cached": [tokens of each prompt that vLLM says were cached]}; where the engine's worker is in this
                   process, a prompt is asked when all that was computed before is saved: what it finds is no race
@@ -46,11 +46,13 @@ def main() -> None:
         answers.flush()
 
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     scheduled = count_scheduled()
     llm = LLM(model=asked["model"], **{**llm_arguments(asked["config"]), **asked["llm"]})
     workers = [each for each in gc.get_objects() if isinstance(each, Transfers)]
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["new_tokens"], ignore_eos=True, detokenize=False)
+    adapters: dict[str, int] = {}
     answer({"ready": True})
     for line in sys.stdin:
         question = json.loads(line)
@@ -72,9 +74,13 @@ def main() -> None:
             continue
         tokens, computed, seconds, cached = [], [], [], []
         prompts = question["prompts"]
+        salted = {"cache_salt": question["salt"]} if question.get("salt") else {}
+        path = question.get("adapter")
+        lora = LoRARequest(path, adapters.setdefault(path, len(adapters) + 1), path) if path else None
         for batch in [prompts] if question.get("together") else [[each] for each in prompts]:
             before, began = scheduled[0], time.monotonic()
-            outputs = llm.generate([{"prompt_token_ids": each} for each in batch], sampling, use_tqdm=False)
+            asked_now = [{"prompt_token_ids": each, **salted} for each in batch]
+            outputs = llm.generate(asked_now, sampling, use_tqdm=False, lora_request=lora)
             tokens += [list(each.outputs[0].token_ids) for each in outputs]
             cached += [each.num_cached_tokens for each in outputs]
             computed.append(scheduled[0] - before)

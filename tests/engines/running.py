@@ -42,9 +42,13 @@ class Engine:
         self.process: Final = process
         self._errors: Final = errors
 
-    def ask(self, prompts: Sequence[Tokens], *, together: bool = False) -> Answers:
-        """Greedy tokens for each prompt, one after the other or all at once."""
-        said = self._say({"prompts": list(prompts), "together": together})
+    def ask(
+        self, prompts: Sequence[Tokens], *, together: bool = False, salt: str = "", adapter: Path | None = None
+    ) -> Answers:
+        """Greedy tokens for each prompt, one after the other or all at once; with a `cache_salt`, and of the model with
+        a LoRA adapter, where they are given."""
+        lora = None if adapter is None else str(adapter)
+        said = self._say({"prompts": list(prompts), "together": together, "salt": salt, "adapter": lora})
         return Answers(said["tokens"], said["scheduled"], said["seconds"], said["cached"])
 
     def reset(self) -> bool:
