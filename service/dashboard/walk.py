@@ -80,7 +80,7 @@ class View(Round):
     """The largest branches of the tree from one place, and the walk that renews the picture.
 
     Args:
-        limit, max_depth: as `Heaviest` has them.
+        limit, max_depth: as `Heaviest` has them; None for `MAX_BRANCHES`.
         above: another one that has `seen` the key: until a walk from here has come to its end, what is shown is what
             that one has found.
     """
@@ -92,7 +92,7 @@ class View(Round):
         key: Key,
         *,
         page_bytes: int,
-        limit: int = MAX_BRANCHES,
+        limit: int | None = None,
         max_depth: int = MAX_DEPTH,
         above: "View | None" = None,
     ) -> None:
@@ -100,7 +100,7 @@ class View(Round):
         """What the last picture shows."""
         self._tiers: Final = [*tree.tiers]
         self._page_bytes: Final = page_bytes
-        self._limit: Final = limit
+        self._limit: Final = MAX_BRANCHES if limit is None else limit
         self._max_depth: Final = max_depth
         self._finished: Branch[Key] | None = above.seen(key) if above is not None else None
         super().__init__(tree, clock, key)

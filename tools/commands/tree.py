@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=integer(1, 1_000_000), metavar="N", default=DEFAULT_WIDTH,
                         help=f"show so many prefixes below each, the largest (default {DEFAULT_WIDTH})")  # fmt: skip
     parser.add_argument("--limit", type=integer(1, MAX_BRANCHES), metavar="N", default=DEFAULT_LIMIT,
-                        help=f"of a server, show so many branches, the largest (default {DEFAULT_LIMIT:,})")  # fmt: skip
+                        help=f"show so many branches of a server's tree (default {DEFAULT_LIMIT:,})")  # fmt: skip
     parser.add_argument("--within", type=integer(1, 86_400), metavar="SECONDS", default=DEFAULT_WITHIN_S,
                         help=f"look at a server's tree for so long at most (default {DEFAULT_WITHIN_S})")  # fmt: skip
     parser.add_argument("--text", action="store_true", help="show how each prefix's own tokens begin")
