@@ -37,7 +37,7 @@ class Limits:
 
     max_sessions: int = 64
     max_calls: int = 1024
-    """Calls under way, over all sessions; gRPC refuses those above."""
+    """Calls under way, over all sessions, those included whose answers were not read."""
     max_calls_per_session: int = 64
     max_tokens: int = 1 << 20
     """Tokens of one prompt."""

@@ -93,6 +93,8 @@ class DataCalls:
                 self._sessions.abandon(session, call)
             if beat.HasField("lookup"):
                 await stream.send(self._answer(stream, beat))
+            elif beat.number:
+                raise BadRequest("lookup", f"is missing, though there is a number, {beat.number}")
 
     def _answer(self, stream: Stream, beat: pb.Beat) -> pb.Notice:
         if not beat.number:

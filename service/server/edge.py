@@ -10,7 +10,6 @@ import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -23,6 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from hicache.clock import Clock
 from hicache.errors import DeadlineExceeded, HicacheError
+from hicache.service.config import Limits, Times
 from hicache.service.errors import Forbidden, LimitReached, ServerFailure, UnknownSession, to_wire
 from hicache.service.metrics import CallTimes
 from hicache.service.proto import hicache_pb2 as pb
@@ -38,6 +38,13 @@ answer with what there is then still arrives."""
 
 LOOKAHEAD_BYTES: Final = 256 << 10
 """What a connection may hold of a message that is not being received yet."""
+MAX_UNREAD_BYTES: Final = 8 << 20
+"""Replies of a session that its client has not read: where there are more, no call of it is carried out."""
+COUNTED_BYTES: Final = 64 << 10
+"""Shorter replies are not counted there: what calls may be under way bounds them well enough."""
+MAX_STREAMS: Final = 256
+"""Calls of a connection, if a session may not have half as many. Far more than one client makes: those beyond wait at
+their client, or fail where they come before it knows the bound."""
 
 R = TypeVar("R", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -165,7 +172,9 @@ class Edge:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
                         data = await self._received(context, call)
-                        return (await answer(call, parse(kind, data))).SerializeToString()
+                        reply = (await answer(call, parse(kind, data))).SerializeToString()
+                        self._note_reply(call, reply)
+                        return reply
             except Exception as error:
                 await _refuse(context, error)
                 raise
@@ -200,13 +209,13 @@ class Edge:
         assert sessions is not None, "a stream belongs to a session"
 
         async def handle(said: AsyncIterator[bytes], context: Context) -> None:
-            session = None
             try:
                 session = self._session(context)
+                sessions.note_call(session)
+                await _begin(context)
                 await answer(Stream(session, said, context, self._clock, self._times, self._tracing))
             except Exception as error:
-                with nullcontext() if session is None else sessions.unread():
-                    await _refuse(context, error)
+                await _refuse(context, error)
                 raise
 
         return handle
@@ -225,9 +234,15 @@ class Edge:
         if self._sessions is None:
             self._check_access(context)
             return _Admitted(Call(deadline, None))
-        session, most = self._session(context), self._sessions.limits.max_calls_per_session
+        session, limits = self._session(context), self._sessions.limits
+        most = limits.max_calls_per_session
         if session.num_calls >= most:
             raise LimitReached(f"{most} calls are under way", field="max_calls_per_session")
+        if session.num_open > 2 * most:
+            raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
+        if self._sessions.num_open >= limits.max_calls + limits.max_sessions:
+            raise LimitReached(f"{limits.max_calls} calls of all sessions are under way", field="max_calls")
+        self._sessions.note_call(session)
         return _Admitted(Call(deadline, session))
 
     async def _received(self, context: Context, call: Call) -> bytes:
@@ -239,7 +254,16 @@ class Edge:
         if call.owner.ended.is_set():
             self._intake.let_go(data)
             raise UnknownSession("it has ended while the message came")
+        if call.owner.unread_bytes > MAX_UNREAD_BYTES:
+            self._intake.let_go(data)
+            problem = f"{call.owner.unread_bytes} bytes of earlier answers were not read"
+            raise LimitReached(problem, field="unread_bytes")
         return data
+
+    def _note_reply(self, call: Call, reply: bytes) -> None:
+        """A call's reply is about to be sent."""
+        if call.owner is not None and self._sessions is not None and len(reply) >= COUNTED_BYTES:
+            self._sessions.note_reply(call.owner, len(reply))
 
     def _check_access(self, context: Context) -> None:
         if self._access_sha256 is not None:
@@ -313,6 +337,15 @@ def _snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
+async def _begin(context: Context) -> None:
+    """Send the headers of a stream's answers. gRPC takes them for unsent where the first answer is given up while it
+    waits for a client that does not read, sends them again with the status, and by that fails to send that."""
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # the caller has gone
+
+
 async def _refuse(context: Context, error: Exception) -> None:
     """End the call with the status of an error. Raises what gRPC's `abort` does; `CancelledError` where nobody waits
     for an answer any more."""
@@ -345,10 +378,17 @@ def _known(error: Exception) -> HicacheError | None:
     return DeadlineExceeded("the call reached its deadline") if isinstance(error, TimeoutError) else None
 
 
-def options(max_tokens: int) -> Sequence[tuple[str, int]]:
-    """Settings of a server that takes prompts of so many tokens: nothing longer is read from a socket."""
+def options(limits: Limits, times: Times) -> Sequence[tuple[str, int]]:
+    """Settings of a server: nothing longer than the longest message is read from a socket."""
+    silent_ms = int(times.lease_s * 1000)
     return (
-        ("grpc.max_receive_message_length", longest_request(max_tokens)),
+        ("grpc.max_receive_message_length", longest_request(limits.max_tokens)),
+        # What a connection holds that is not read from is bounded by these: so many calls, for as long as its session
+        # may be silent, and as long again.
+        ("grpc.max_concurrent_streams", max(MAX_STREAMS, 2 * limits.max_calls_per_session)),
+        ("grpc.keepalive_time_ms", silent_ms),
+        ("grpc.keepalive_timeout_ms", silent_ms),
+        ("grpc.http2.ping_timeout_ms", silent_ms),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.so_reuseport", 0),

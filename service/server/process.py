@@ -67,14 +67,11 @@ KEPT_BYTES: Final = 64 << 20
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 KEEPALIVE: Final = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ask as often, also where beats are far apart
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),
 )
-"""Over TCP: connections whose other end is gone without a word are closed, and so are those over which nothing is
-asked: anybody can open one, and each takes a descriptor."""
+"""Over TCP: connections over which nothing is asked are closed: anybody can open one, and each takes a descriptor."""
 MAX_ADMIN_CALLS: Final = 16
 """Calls under way on the admin socket."""
 
@@ -188,7 +185,7 @@ async def serving(
         if config.tcp is not None:
             config.tcp.check_free()
             credentials = config.tcp.credentials()
-            remote = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, tracing, KEEPALIVE)
+            remote = _grpc_server(config, None, tracing, KEEPALIVE)
             stack.push_async_callback(remote.stop, None)
             tcp_port = _bind(remote, str(config.tcp.address), credentials)
         metrics = None
@@ -217,7 +214,7 @@ async def serving(
         server.publisher, server.dashboard = publisher, dashboard
         stack.callback(server.storing.close)
 
-        data = _grpc_server(config, config.limits.max_calls + config.limits.max_sessions, tracing)
+        data = _grpc_server(config, None, tracing)
         times = server.call_times
         intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
         edge = Edge(
@@ -340,11 +337,13 @@ def _keep_freed_memory() -> None:
 
 
 def _grpc_server(
-    config: ServeConfig, max_calls: int, tracing: Tracing | None, more: Sequence[tuple[str, int]] = ()
+    config: ServeConfig, max_calls: int | None, tracing: Tracing | None, more: Sequence[tuple[str, int]] = ()
 ) -> grpc.aio.Server:
+    """`max_calls`: gRPC refuses those above, whoever makes them; None where the edge counts those of sessions alone, so
+    that nobody who has no session is in their way."""
     return grpc.aio.server(
         interceptors=[tracing] if tracing is not None else None,
-        options=[*options(config.limits.max_tokens), *more],
+        options=[*options(config.limits, config.times), *more],
         maximum_concurrent_rpcs=max_calls,
     )
 

@@ -105,6 +105,10 @@ class Session:
     is_attached: bool = False
     num_calls: int = 0
     """Calls under way."""
+    num_open: int = 0
+    """Calls that gRPC has not done with: those under way, those whose answers were not read, and the stream."""
+    unread_bytes: int = 0
+    """Of long replies that gRPC has not done with."""
     num_pages: int = 0
     """Arena pages that leases and reservations keep in place."""
     num_pinned: int = 0

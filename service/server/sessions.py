@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final, NoReturn
@@ -67,8 +67,11 @@ class Sessions:
         self.max_pinned: Final = max(1, int(slowest.capacity_pages * limits.leased_share))
         """Pages that their pins may keep in the cache."""
         self._by_key: Final[dict[bytes, Session]] = {}
-        self.num_unread = 0
-        """Sessions that have ended, and whose stream has not: see `unread`."""
+        self.num_open = 0
+        """Calls and streams that gRPC has not done with."""
+        self._unread: Final[set[Session]] = set()
+        """Sessions that have ended while gRPC has not done with theirs: they count on, as their clients have not read
+        what was answered, and gRPC keeps it until they have or hang up."""
         self._staged_bytes = 0
 
     def __iter__(self) -> Iterator[Session]:
@@ -93,15 +96,33 @@ class Sessions:
         """Take back what `reserve_staging` counted: no session came of it, or it has ended."""
         self._staged_bytes -= num_bytes
 
-    @contextmanager
-    def unread(self) -> Iterator[None]:
-        """A session that has ended counts on while the block runs: its client has not read its stream to the end, and
-        gRPC keeps that, and counts it as a call under way, until it has."""
-        self.num_unread += 1
-        try:
-            yield
-        finally:
-            self.num_unread -= 1
+    @property
+    def num_unread(self) -> int:
+        """Sessions that have ended, and whose clients have not read all answers."""
+        return len(self._unread)
+
+    def note_call(self, session: Session) -> None:
+        """The current task carries out a call of the session, or its stream: it is open until gRPC, whose task that is,
+        has sent the last of its answer."""
+
+        def done(_: object) -> None:
+            self.num_open -= 1
+            session.num_open -= 1
+            if not session.num_open:
+                self._unread.discard(session)
+
+        self.num_open += 1
+        session.num_open += 1
+        _current_task().add_done_callback(done)
+
+    def note_reply(self, session: Session, num_bytes: int) -> None:
+        """The current task, which carries out a call of the session, sends so many bytes."""
+
+        def done(_: object) -> None:
+            session.unread_bytes -= num_bytes
+
+        session.unread_bytes += num_bytes
+        _current_task().add_done_callback(done)
 
     def begin(
         self, *, tenant: str, name: str, uid: int, pid: int, pidfd: int, staging: Staging | None
@@ -141,6 +162,8 @@ class Sessions:
             self.unreserve_staging(session.staging.num_slots * session.staging.stride)
             session.staging.close()
         session.handles.clear()
+        if session.num_open:
+            self._unread.add(session)
         session.ended.set()
         session.news.set()
 
@@ -315,6 +338,12 @@ class Sessions:
                 for session in self
             ],
         }
+
+
+def _current_task() -> "asyncio.Task[Any]":
+    task = asyncio.current_task()
+    assert task is not None, "calls are carried out by tasks"
+    return task
 
 
 def _key(token: bytes) -> bytes:

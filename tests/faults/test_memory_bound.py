@@ -1,13 +1,14 @@
 """A server in a group that may have its pools and a stated overhead of memory, and no byte more: whatever clients do,
 it is not killed, and a pool that would not fit is refused before it is allocated."""
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hicache.errors import HicacheError
 from hicache.service import wire
 from hicache.service.client import Client, Prompt, connect
+from hicache.service.client.transport import say_hello
 from hicache.service.errors import LimitReached
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.edge import MAX_STREAMS
 from tests.faults.machine import memory_group
 from tests.repository import ROOT
+from tests.service.http2 import RawChannel
 from tests.service.serving import WAIT_S, ServerProcess, arguments
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
 
@@ -109,9 +113,39 @@ def _slow_readers(directory: Path) -> Iterator[None]:
             reader.cancel()
 
 
+@contextmanager
+def _unread(client: Client, directory: Path) -> Iterator[None]:
+    """Within the block nobody reads answers: those of calls without a session and with one, as many as connections may
+    have, and those of the longest beats on streams of as many sessions as there may be."""
+    prefix = pb.Prefix(namespace_id=1, tokens=wire.pack_int32(range(PAGE)))
+    asked = pb.LookupRequest(prefix=prefix).SerializeToString()
+    long = pb.Prefix(namespace_id=1, tokens=wire.pack_int32(range(wire.MAX_BEAT_BYTES // 4 - 100)))
+    beat = pb.Beat(number=1, lookup=pb.LookupRequest(prefix=long)).SerializeToString()
+    record = pb.RegisterRequest(record=NAMESPACE.encode()).SerializeToString()
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+    with ExitStack() as stack:
+        for number in range(8):
+            raw = stack.enter_context(RawChannel(directory / wire.DATA_SOCKET, window=0))
+            token = client.welcome.token if number < 4 else b"nobody's"
+            for _ in range(MAX_STREAMS):
+                raw.call("/hicache.v1.Cache/Lookup", [asked], token=token)
+        for _ in range(14):
+            welcome, fds = say_hello(directory, pb.Hello(protocol=wire.PROTOCOL), WAIT_S)
+            for fd in fds:
+                os.close(fd)
+            metadata = ((wire.TOKEN_METADATA, welcome.token),)
+            channel = stack.enter_context(
+                grpc.insecure_channel(wire.address(str(directory / wire.DATA_SOCKET)), options=options)
+            )
+            channel.unary_unary("/hicache.v1.Cache/Register", bytes, bytes)(record, timeout=WAIT_S, metadata=metadata)
+            attach = channel.stream_stream("/hicache.v1.Cache/Attach", bytes, bytes)
+            stack.callback(attach(itertools.repeat(beat), timeout=WAIT_S, metadata=metadata).cancel)
+        yield
+
+
 def test_what_clients_do_takes_no_more_than_pools_and_overhead(tmp_path: Path) -> None:
     """I21, I32, F23, F32, F34, F35: floods of the longest prompts with and without a session, ten MiB that are too
-    long, as many sessions as there may be, and readers that do not read."""
+    long, as many sessions as there may be, and readers that do not read, some of whom offer no window."""
     limits = {
         "limits__total_staging_bytes": STAGING_BYTES,
         "limits__staging_bytes": MIB,
@@ -137,6 +171,11 @@ def test_what_clients_do_takes_no_more_than_pools_and_overhead(tmp_path: Path) -
                     assert check(client, range(100 * 1999, 100 * 1999 + PAGE)) == PAGE
                     with suppress(HicacheError):
                         client.lookup(Prompt(NAMESPACE, range(1 << 20)))
+                with connect(server.directory) as unread:
+                    assert unread.lookup(Prompt(NAMESPACE, range(PAGE))).num_tokens == PAGE
+                    with _unread(unread, server.directory):
+                        for number in range(200):
+                            assert check(client, range(100 * number, 100 * number + PAGE)) == PAGE
             assert server.process.poll() is None
             with connect(server.directory) as client:
                 assert store(client, range(7_000_000, 7_000_000 + PAGE)) == PAGE

@@ -1,0 +1,141 @@
+"""Who asks and reads no answers takes a bounded part of the server, and is in nobody's way."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import grpc
+import pytest
+from h2.exceptions import ProtocolError
+
+from hicache.service import wire
+from hicache.service.client import Client, Prompt, connect
+from hicache.service.client.transport import say_hello
+from hicache.service.errors import LimitReached
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server import edge
+from hicache.service.server.edge import MAX_STREAMS
+from tests.service.http2 import RawChannel
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
+from tests.service.stored import NAMESPACE, PAGE, check, store
+
+LOOKUP: Final = "/hicache.v1.Cache/Lookup"
+ATTACH: Final = "/hicache.v1.Cache/Attach"
+TOKENS: Final = range(PAGE)
+ASK: Final = pb.LookupRequest(
+    prefix=pb.Prefix(namespace_id=1, tokens=wire.pack_int32(TOKENS))
+).SerializeToString()
+
+
+@contextmanager
+def unread(server: ThreadServer, *, window: int = 0) -> Iterator[tuple[Client, RawChannel]]:
+    """A session with a page that can be looked up, and a connection whose answers nobody reads unless told to."""
+    with connect(server.directory) as client, RawChannel(server.directory / wire.DATA_SOCKET, window=window) as raw:
+        store(client, TOKENS)
+        yield client, raw
+
+
+def statuses(raw: RawChannel, num_calls: int) -> Counter[grpc.StatusCode]:
+    """Read until so many calls have ended; how they did."""
+    ended = Counter[grpc.StatusCode]()
+    while ended.total() < num_calls:
+        ended.update(raw.ended())
+    return ended
+
+
+def test_a_stream_whose_first_answer_nobody_has_read_ends_for_its_reason(tmp_path: Path) -> None:
+    """I32: the answer is given up while it waits for its client; the status comes all the same."""
+    with thread_server(tmp_path) as server, unread(server) as (client, raw):
+        welcome, fds = say_hello(server.directory, pb.Hello(protocol=wire.PROTOCOL), WAIT_S)
+        for fd in fds:
+            os.close(fd)
+        stream = raw.call(ATTACH, [pb.Beat(number=1).SerializeToString()], token=welcome.token, is_over=False)
+        server.until(lambda inside: inside.sessions.ended == {"its stream ended": 1}, within_s=WAIT_S)
+        raw.open_window(stream, 1 << 16)
+        assert statuses(raw, 1) == {grpc.StatusCode.INVALID_ARGUMENT: 1}
+        assert client.lookup(Prompt(NAMESPACE, TOKENS)).num_tokens == PAGE
+
+
+def test_answers_that_nobody_reads_are_as_many_calls_of_their_session_again(tmp_path: Path) -> None:
+    """I21, I31: those beyond are refused, and others are served. Once they are read there may be others."""
+    with (
+        thread_server(tmp_path, limits__max_calls_per_session=4) as server,
+        connect(server.directory) as good,
+        unread(server) as (client, raw),
+    ):
+        num_calls = MAX_STREAMS  # all that a connection may have
+        streams = [raw.call(LOOKUP, [ASK], token=client.welcome.token) for _ in range(num_calls)]
+        refused = statuses(raw, num_calls - 8)
+        assert refused == {grpc.StatusCode.RESOURCE_EXHAUSTED: num_calls - 8}
+        assert server.call(lambda inside: inside.sessions.num_open) == 8 + 2, "with the two streams"
+        with pytest.raises(LimitReached, match="not read"):
+            client.pin(Prompt(NAMESPACE, TOKENS))
+        assert check(good, TOKENS) == PAGE
+        for stream in streams:
+            with suppress(ProtocolError):  # it was refused
+                raw.open_window(stream, 1 << 16)
+        assert statuses(raw, 8) == {grpc.StatusCode.OK: 8}
+        server.until(lambda inside: inside.sessions.num_open == 2, within_s=WAIT_S)
+        assert client.pin(Prompt(NAMESPACE, TOKENS)).num_tokens == PAGE
+
+
+def test_long_answers_that_nobody_reads_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I21."""
+    monkeypatch.setattr(edge, "COUNTED_BYTES", 1)
+    monkeypatch.setattr(edge, "MAX_UNREAD_BYTES", 99)
+    with thread_server(tmp_path) as server, unread(server) as (client, raw):
+        streams = [raw.call(LOOKUP, [ASK], token=client.welcome.token) for _ in range(20)]
+        ended = raw.ended()
+        while ended.count(grpc.StatusCode.RESOURCE_EXHAUSTED) < 5:
+            ended += raw.ended()
+        (session,) = server.call(lambda inside: list(inside.sessions))
+        assert 99 < session.unread_bytes < 200
+        with pytest.raises(LimitReached, match="unread_bytes"):
+            client.pin(Prompt(NAMESPACE, TOKENS))
+        for stream in streams:
+            with suppress(ProtocolError):  # it was refused
+                raw.open_window(stream, 1 << 16)
+        server.until(lambda _: session.unread_bytes == 0, within_s=WAIT_S)
+        assert client.pin(Prompt(NAMESPACE, TOKENS)).num_tokens == PAGE
+
+
+def test_all_sessions_together_have_a_bound_and_those_that_hang_up_count_no_more(tmp_path: Path) -> None:
+    limits = {"limits__max_calls": 4, "limits__max_sessions": 2}
+    with thread_server(tmp_path, **limits) as server, connect(server.directory) as good:
+        with unread(server) as (client, raw):
+            for _ in range(4):
+                raw.call(LOOKUP, [ASK], token=client.welcome.token)
+            server.until(lambda inside: inside.sessions.num_open == 4 + 2, within_s=WAIT_S)
+            with pytest.raises(LimitReached, match="max_calls"):
+                good.pin(Prompt(NAMESPACE, TOKENS))
+            client.close()
+            server.until(lambda inside: len(inside.sessions) == 1 == inside.sessions.num_unread, within_s=WAIT_S)
+            with pytest.raises(LimitReached, match="max_sessions"):
+                connect(server.directory)
+        server.until(lambda inside: inside.sessions.num_unread == 0, within_s=WAIT_S)
+        assert check(good, TOKENS) == PAGE
+        with connect(server.directory) as another:
+            assert check(another, TOKENS) == PAGE
+
+
+def test_a_connection_that_is_not_read_is_closed(tmp_path: Path) -> None:
+    """I21, I23: and before that no calls without a session, however many, are in the way of others."""
+    times = {"times__lease_s": 1.0, "times__attach_s": 1.0}
+    with (
+        thread_server(tmp_path, limits__max_calls=4, **times) as server,
+        connect(server.directory) as good,
+        unread(server) as (client, raw),
+    ):
+        raw.call(LOOKUP, [ASK], token=client.welcome.token)
+        for _ in range(50):
+            raw.call(LOOKUP, [], token=b"nobody's")
+        server.until(lambda inside: inside.sessions.num_open == 1 + 2, within_s=WAIT_S)
+        client.close()
+        server.until(lambda inside: inside.sessions.num_unread == 1, within_s=WAIT_S)
+        assert check(good, TOKENS) == PAGE
+        server.until(lambda inside: inside.sessions.num_unread == 0, within_s=10.0)
+        while raw.socket.recv(1 << 16):
+            pass  # what was on its way, to the end
