@@ -17,9 +17,9 @@ from hicache.service import wire
 from hicache.service.errors import Unreachable, from_error
 from hicache.service.proto import hicache_pb2 as pb
 
-MAX_UNSENT: Final = 4096
-"""Look-ups that wait to be sent, those included for which nobody waits any more. Where there are more, the server has
-stopped reading."""
+SWEPT_AT: Final = 4096
+"""Where so many look-ups are to be sent, those are forgotten for which nobody waits any more: the server has stopped
+reading. The others are as many as threads wait."""
 _END: Final = 0
 
 
@@ -59,10 +59,10 @@ class Asking:
                 yield wire.asking(asked.packed, number)
 
     def look_up(self, packed: bytes, timeout_s: float) -> pb.LookupReply:
-        """Ask a packed `LookupRequest` and wait for the answer. Raises `Unreachable` when the stream has ended or takes
-        nothing, `DeadlineExceeded`, and the error that the look-up failed with."""
-        if self._unsent.qsize() >= MAX_UNSENT:
-            raise Unreachable("the server has stopped reading")
+        """Ask a packed `LookupRequest` and wait for the answer. Raises `Unreachable` when the stream has ended,
+        `DeadlineExceeded`, and the error that the look-up failed with."""
+        if self._unsent.qsize() >= SWEPT_AT:
+            self._sweep()
         number, answer = next(self._numbers), queue.SimpleQueue[pb.Notice | None]()
         self._waiting[number] = _Asked(packed, answer)
         try:
@@ -80,6 +80,16 @@ class Asking:
         if notice.HasField("error"):
             raise from_error(notice.error)
         return notice.lookup
+
+    def _sweep(self) -> None:
+        """Forget what is not sent yet and nobody waits for. Other threads may put and take meanwhile."""
+        for _ in range(self._unsent.qsize()):
+            try:
+                number = self._unsent.get_nowait()
+            except queue.Empty:
+                return
+            if number == _END or number in self._waiting:
+                self._unsent.put(number)
 
     def hear(self, notice: pb.Notice) -> None:
         """An answer has come; perhaps nobody waits for it any more."""

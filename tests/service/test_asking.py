@@ -16,7 +16,7 @@ import pytest
 from hicache.errors import DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client import Client, Durability, Prompt, connect
-from hicache.service.client.asking import MAX_UNSENT, Asking
+from hicache.service.client.asking import SWEPT_AT, Asking
 from hicache.service.client.transport import say_hello
 from hicache.service.errors import LimitReached, Unreachable, from_error
 from hicache.service.proto import hicache_pb2 as pb
@@ -109,11 +109,12 @@ def test_a_look_up_that_fails_is_answered_so_and_the_stream_goes_on(tmp_path: Pa
     ("beat", "code"),
     [
         (_beat(0), grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.Beat(number=1).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT),
         (b"\x1a\x05\xba\x3e\x02ab\x20", grpc.StatusCode.INVALID_ARGUMENT),
         (pb.Beat(number=1).SerializeToString() + b"\x1a\x05\xba\x3e\x02ab", grpc.StatusCode.INVALID_ARGUMENT),
         (_beat(1, tokens=bytes(wire.MAX_BEAT_BYTES)), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
-    ids=["no number", "no message", "a field of another version", "too long"],
+    ids=["no number", "no look-up", "no message", "a field of another version", "too long"],
 )
 def test_a_beat_that_is_none_ends_its_session_and_no_other(
     tmp_path: Path, beat: bytes, code: grpc.StatusCode
@@ -173,16 +174,33 @@ def test_a_server_that_is_stopped_or_killed_is_not_waited_for(tmp_path: Path) ->
         server.stop(signal.SIGKILL)
 
 
+def test_a_session_outlives_any_number_of_look_ups_at_a_stopped_server(tmp_path: Path) -> None:
+    """I28: each costs its own caller its time, and nobody else anything."""
+    server = ServerProcess(tmp_path, arguments(times__lease_s=300.0))
+    try:
+        with connect(server.directory, timeout_s=WAIT_S) as client:
+            store(client, range(PAGE))
+            session, prompt = client.welcome.session_id, Prompt(NAMESPACE, range(PAGE))
+            server.process.send_signal(signal.SIGSTOP)
+            for _ in range(SWEPT_AT + 100):
+                with pytest.raises(DeadlineExceeded):
+                    client.lookup(prompt, timeout_s=0.0001)
+            server.process.send_signal(signal.SIGCONT)
+            assert client.lookup(prompt).num_tokens == PAGE
+            assert client.welcome.session_id == session
+    finally:
+        server.stop(signal.SIGKILL)
+
+
 def test_look_ups_that_nobody_reads_are_bounded_and_beats_go_between_them() -> None:
     asking = Asking()
-    for _ in range(MAX_UNSENT):
-        with pytest.raises(DeadlineExceeded):
-            asking.look_up(b"", 0.0)
-    with pytest.raises(Unreachable, match="stopped reading"):
-        asking.look_up(b"", WAIT_S)
     beats = asking.beats(0.0, pb.Beat)  # one is always due
     with ThreadPoolExecutor(1) as threads:
-        for data in itertools.islice(beats, MAX_UNSENT + 1):
+        for _ in range(2 * SWEPT_AT):
+            with pytest.raises(DeadlineExceeded):
+                asking.look_up(b"", 0.0)
+        assert asking._unsent.qsize() <= SWEPT_AT
+        for data in itertools.islice(beats, SWEPT_AT + 1):
             assert data == b"", "what nobody waits for is not sent"
         waiting = threads.submit(asking.look_up, b"\x0a\x00", WAIT_S)
         asked = pb.Beat.FromString(next(filter(None, beats)))
