@@ -18,7 +18,7 @@ from hicache.errors import BadRequest
 from hicache.service.proto import hicache_pb2 as pb
 
 PROTOCOL: Final = 1
-"""Version of the wire that this code speaks."""
+"""Version of the wire that this code speaks. When it rises is said in the proto ("Versions")."""
 CACHE: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Cache"]
 """What engines call, on the data socket."""
 ADMIN: Final[ServiceDescriptor] = pb.DESCRIPTOR.services_by_name["Admin"]
@@ -77,12 +77,14 @@ def address(socket_path: str) -> str:
 
 def parse(kind: type[_M], data: bytes) -> _M:
     """The message that `data` is. Raises `BadRequest` for what is none, and for fields and enum values that this
-    version does not know: what they ask for would be left out in silence."""
+    version does not know: what they ask for would be left out in silence. A hello of another protocol may have any, as
+    it is refused for its protocol."""
     try:
         message = kind.FromString(data)
     except DecodeError:
         raise BadRequest("message", f"is no {kind.DESCRIPTOR.name}") from None
-    _check_known(message)
+    if not (isinstance(message, pb.Hello) and message.protocol != PROTOCOL):
+        _check_known(message)
     return message
 
 

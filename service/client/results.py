@@ -83,5 +83,7 @@ TIER_NAMES: Final = {pb.TIER_HOST: "host", pb.TIER_NVME: "nvme"}
 
 
 def reason_name(reason: "pb.Reason") -> str:
-    """A reason code as text: REASON_NO_ROOM is "no_room", and none is empty."""
+    """A reason code as text: REASON_NO_ROOM is "no_room", none is empty, and one of a later server is its number."""
+    if reason not in pb.Reason.values():
+        return str(int(reason))
     return "" if reason == pb.REASON_NONE else pb.Reason.Name(reason).removeprefix("REASON_").lower()

@@ -15,8 +15,9 @@ from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from hicache.errors import BadRequest, DeadlineExceeded
+from hicache.errors import DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client.asking import Asking
 from hicache.service.client.calls import REPLIES, Request
@@ -220,9 +221,9 @@ def say_hello(directory: Path, hello: pb.Hello, timeout_s: float) -> tuple[pb.We
             except OSError as error:
                 raise Unreachable(f"{directory}: {error.strerror or error}") from None
             try:
-                reply = wire.parse(pb.HelloReply, data[wire.FRAME_HEAD :])
-            except BadRequest as error:
-                raise ServerFailure(f"its answer cannot be read: {error}") from None
+                reply = pb.HelloReply.FromString(data[wire.FRAME_HEAD :])
+            except DecodeError:
+                raise ServerFailure("its answer to the hello cannot be read") from None
             if not reply.HasField("welcome"):
                 raise from_error(reply.error)
             return reply.welcome, fds
