@@ -11,7 +11,9 @@ a row shows that round of which the ratio is the median one; other figures are m
   `enter`: one thread copies pages in and takes them, beside the copy alone.
 - The raw loop (`raw_io`) is direct I/O from threads, at the depth of 1 to 32 that is best when the run begins, in slots
   of the tier's own file.
-- Reads are cold: both sides go around the page cache, and no page is read twice in a round.
+- Reads are cold: both sides go around the page cache, and no page is read twice in a turn.
+- Turns are of 1 GiB (of a third of that into new slots), since what is compared is sustained: each begins with nothing
+  under way and ends when the last page is checked or handed on. What that costs shows in the rows of short turns.
 - Writes go half into slots that were never used and half into slots that are freed to make room, as in a full tier.
   What was accepted counts; `synced` counts the time until all of it is durable too, on both sides. The store is large
   enough to keep back as many slots as any larger one does (`RESERVE_BYTES`): with fewer, a full tier waits for commits.
@@ -25,6 +27,7 @@ import asyncio
 import random
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -87,19 +90,22 @@ class Plan:
     @property
     def rounds(self) -> int:
         """Rounds of each measurement."""
-        return max(8 // self.divisor, 2)
-
-    @property
-    def turn_bytes(self) -> int:
-        """What one side moves in a turn, of which it has two in a round. Long enough for its beginning and end to be
-        small beside it."""
-        return (512 << 20) // self.divisor
+        return max(6 // self.divisor, 2)
 
     @property
     def new_turn_bytes(self) -> int:
-        """The same for slots that were never used, which are slower. All rounds together fill a store that keeps all
-        of `RESERVE_BYTES` back."""
-        return self.turn_bytes // 2
+        """What one side writes in a turn, of which it has two in a round, into slots that were never used. All rounds
+        together fill a store that keeps all of `RESERVE_BYTES` back."""
+        return (344 << 20) // self.divisor
+
+    def turn_batches(self, load: Load) -> int:
+        """Batches in a turn of writes into used slots, or of reads: a quarter of what a side has then, 1 GiB."""
+        return load.batches(self.new_turn_bytes) * self.rounds // 2
+
+    @property
+    def short_read_bytes(self) -> int:
+        """What is read in a turn of which the ends are to be seen."""
+        return (256 << 20) // self.divisor
 
     @property
     def short_turn_bytes(self) -> int:
@@ -170,8 +176,8 @@ class _Bench:
         """Everything, one after the other."""
         plan, load = self._plan, self._load
         memory = Memory(self._memory, load.shape)
-        num_batches, num_short = load.batches(plan.turn_bytes), load.batches(plan.short_turn_bytes)
-        num_new = load.batches(plan.new_turn_bytes)
+        num_batches, num_short = plan.turn_batches(load), load.batches(plan.short_turn_bytes)
+        num_new, num_short_read = load.batches(plan.new_turn_bytes), load.batches(plan.short_read_bytes)
         num_stored = 2 * num_new * plan.rounds
         tier = TierSide(load, memory, self._directory / "tier", plan.store_batches(load))
         raw = RawSide(tier, memory, self._directory / "tier")
@@ -188,15 +194,16 @@ class _Bench:
                 await self._write(tier, raw, num_new, turn // 2, reuse=False, tier_first=turn % 2 == 0)
             for is_swapped in (False, True):
                 if is_swapped:
-                    await self._swap(tier, raw, num_stored)
                     memory.take_sums()
+                    await self._swap(tier, raw, num_stored)
                 await tier.go_to_first()
                 for index in range(plan.rounds):
                     await self._write(tier, raw, num_batches, index, reuse=True, tier_first=is_swapped == index % 2)
                 self._note(f"{load.name}: reading")
-                for index in range(plan.rounds):
-                    await self._read(tier, raw, num_batches, index, tier_first=is_swapped == index % 2)
-            self._count_rounds(num_new, num_batches)
+                for name, count in (("read", num_batches), ("short_read", num_short_read)):
+                    for index in range(plan.rounds):
+                        await self._read(name, tier, raw, count, index, tier_first=is_swapped == index % 2)
+            self._count_rounds({"new": num_new, "used": num_batches, "read": num_batches, "short_read": num_short_read})
             self._raise_bounds()
             self._note(f"{load.name}: single batches until they are durable")
             memory.take_sums()
@@ -252,14 +259,16 @@ class _Bench:
             self._took(f"{kind}.{side}", index, written.accepted_s)
             self._took(f"{kind}_synced.{side}", index, written.durable_s)
 
-    async def _read(self, tier: TierSide, raw: RawSide, num_batches: int, index: int, *, tier_first: bool) -> None:
-        """A turn of each side, of round `index`."""
+    async def _read(
+        self, name: str, tier: TierSide, raw: RawSide, num_batches: int, index: int, *, tier_first: bool
+    ) -> None:
+        """A turn of each side, of round `index` of that measurement."""
         for side in _order(tier_first=tier_first):
             if side == "tier":
                 seconds = await tier.read(num_batches, self._rng)
             else:
                 seconds = raw.read(num_batches, self._rng, depth=self._depth["read"])
-            self._took(f"read.{side}", index, seconds)
+            self._took(f"{name}.{side}", index, seconds)
 
     async def _swap(self, tier: TierSide, raw: RawSide, num_batches: int) -> None:
         """Give each side the slots that the other had, and write into all of them."""
@@ -274,12 +283,13 @@ class _Bench:
         """One of the two turns that a side has in round `index` took so long."""
         self._seconds[name][index] += seconds
 
-    def _count_rounds(self, num_new: int, num_batches: int) -> None:
-        """Take what all rounds took, in turns of so many batches, into the figures; and rounds into new and into used
-        slots, as many bytes each, together."""
+    def _count_rounds(self, num_batches: Mapping[str, int]) -> None:
+        """Take what all rounds took, in turns of so many batches by measurement, into the figures; and rounds into new
+        and into used slots, as many bytes each, together."""
         for name, rounds in self._seconds.items():
+            measured = name.partition(".")[0].removesuffix("_synced")
             for seconds in rounds:
-                self._add(name, 2 * (num_new if name.startswith("new") else num_batches), seconds)
+                self._add(name, 2 * num_batches[measured], seconds)
         for suffix in ("", "_synced"):
             for side in ("tier", "raw"):
                 new, used = self._figures[f"new{suffix}.{side}"], self._figures[f"used{suffix}.{side}"]
@@ -316,6 +326,7 @@ class _Bench:
         copy = Baseline("the copy alone", self._median("enter.copy"))
         report(Row(f"enter_{name}", self._median("enter.sums"), "GB/s", copy, higher_is_better=True))
         beside_raw(f"read_{name}", "read", "read", goal=GOAL)
+        beside_raw(f"read_{name}_short_turns", "read", "short_read")
         beside_raw(f"write_{name}", "write", "written", goal=GOAL)
         beside_raw(f"write_{name}_new_slots", "write", "new")
         beside_raw(f"write_{name}_used_slots", "write", "used")
