@@ -30,7 +30,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WITHOUT_A_GPU = {
-    "kernels": "ok", "copies": "ok", "registration": "needs a GPU; copied without one", "tiers": "ok",
+    "kernels": "ok", "copies": "ok", "registration": "needs a GPU; copied without one",
+    "connector": "needs a GPU; copied without one", "tiers": "ok",
     "demo": "needs a GPU",
 } | {name: "needs a GPU; rehearsed with small sizes" for name, part in PARTS.items() if part.measures}  # fmt: skip
 """What each part says here."""
@@ -51,7 +52,7 @@ def test_what_can_run_without_a_gpu_is_right_and_the_rest_needs_one(
     assert {name: outcome["status"] for name, outcome in found.items()} == {
         name: WITHOUT_A_GPU.get(name, "ok") for name in [part.name for part in parts] + ["speed"]
     }
-    for name in ("kernels", "copies", "registration", "tiers"):
+    for name in ("kernels", "copies", "registration", "connector", "tiers"):
         compared = [row for row in found[name]["rows"] if row["goal"] is not None]
         assert compared
         assert all(row["ok"] for row in compared)
