@@ -1,5 +1,6 @@
 """What the server's owner may do."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
@@ -8,7 +9,7 @@ import numpy as np
 from aiofiles.os import wrap
 
 from hicache.cache import Cache
-from hicache.errors import BadRequest, TierUnavailable
+from hicache.errors import BadRequest, DeadlineExceeded, TierUnavailable
 from hicache.namespace import Namespace
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.browsing import Browsing
@@ -26,6 +27,8 @@ from hicache.tier import HOST, NVME, TierId
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes of a piece of JSON."""
+EVICT_BYTES: Final = 64 << 20
+"""Bytes that leave a tier at once where the owner evicts: engines get room in between."""
 MAX_WITHIN_MS: Final = 600_000
 _TIERS: Final = {pb.TIER_HOST: HOST, pb.TIER_NVME: NVME}
 
@@ -82,9 +85,16 @@ class AdminCalls:
         tier = self._cache.tiers[tier_id]
         if request.num_pages > tier.capacity_pages:
             raise BadRequest("num_pages", f"{request.num_pages} is not within 0 to {tier.capacity_pages}")
-        # Room that is taken and given back at once is room that the policy chose.
-        slots = await self._cache.allocate(tier_id, request.num_pages, deadline=call.deadline)
-        self._cache.free({tier_id: slots})
+        step = max(1, EVICT_BYTES // self._cache.layout.page_bytes)
+        while tier.num_free < request.num_pages:
+            if self._cache.clock.monotonic() >= call.deadline:
+                raise DeadlineExceeded(f"{tier.num_free} pages were free at the deadline")
+            # Room that is taken and given back at once is room that the policy chose. Out of turn: who waits in line keeps
+            # those behind him from pages that are free.
+            wanted = min(tier.num_free + step, request.num_pages)
+            slots = await self._cache.allocate(tier_id, wanted, deadline=call.deadline, wait=False)
+            self._cache.free({tier_id: slots})
+            await asyncio.sleep(0)
         return pb.EvictReply(pages_free=tier.num_free)
 
     def _tier(self, tier: "pb.Tier") -> TierId:

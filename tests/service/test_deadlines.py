@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -13,8 +14,10 @@ import pytest
 
 from hicache.errors import DeadlineExceeded
 from hicache.service.client import Durability, Outcome, Prompt, connect
+from hicache.service.server import admin
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME
+from hicache.tools.owner import reached
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
@@ -166,3 +169,32 @@ def test_what_a_call_was_lent_is_given_back_when_the_client_says_so(tmp_path: Pa
 
 def _nothing_is_lent(inside: Server) -> bool:
     return inside.cache.tree.num_leases == 0 and not any(session.leases for session in inside.sessions)
+
+
+def test_an_eviction_of_much_keeps_nobody_from_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes few pages at a time, and while it waits for the disk others get what is free, and make room as well."""
+    monkeypatch.setattr(admin, "EVICT_BYTES", 2 * LAYOUT.page_bytes)
+    options = {"nvme__bytes": 256 * LAYOUT.page_bytes, "nvme__dir": str(tmp_path / "nvme")}
+    with (
+        thread_server(tmp_path, host_pages=16, **options) as server,
+        connect(server.directory) as client,
+        reached(server.directory) as owner,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        for number in range(6):
+            store(client, range(1000 * number, 1000 * number + 2 * PAGE))
+        with hung_disk(server):
+            evicting = threads.submit(owner.evict, "host", 16)
+            server.until(lambda inside: _leaving(inside) > 0, within_s=WAIT_S)
+            for number in range(2):
+                with client.reserve(Prompt(NAMESPACE, range(50_000 + number, 50_000 + number + PAGE))) as reservation:
+                    assert len(reservation) == 1
+                    assert not evicting.done(), "it waited for the eviction"
+                    assert server.call(_leaving) <= 2
+        assert evicting.result() == 16
+
+
+def _leaving(inside: Server) -> int:
+    """Pages of the host that are being copied down or wait for that."""
+    (stats,) = [lane.stats for lane in inside.cache.lanes if lane.name == "host->nvme"]
+    return stats.queued_pages + stats.in_flight_pages

@@ -1,21 +1,27 @@
 """`hicache evict`: make room in a tier."""
 
 import argparse
+from typing import Final
 
 from hicache.tools.arguments import byte_size, integer
 from hicache.tools.commands import _server
 from hicache.tools.commands._server import Outcome
 from hicache.tools.exits import CommandFailed, UsageProblem
 from hicache.tools.owner import reached
+from hicache.tools.progress import Progress
 from hicache.tools.units import format_bytes, plural
 
-_EPILOG = f"""\
+STEP_BYTES: Final = 1 << 30
+"""Bytes that one call evicts: between calls there is time for progress, and for a change of mind."""
+_EPILOG: Final = f"""\
 examples:
   hicache evict --tier host --bytes 2GiB
   hicache evict --tier nvme --pages 1000 --dry-run
 
 The cache chooses what leaves, as it would for a request. What leaves host memory is written
 to NVMe first where there is one and its rules for writing allow it. Pages that leases hold stay.
+It goes step by step: engines get room in between, which they may use, and interrupted it stops
+after the step under way.
 
 {_server.EXITS}
 """
@@ -52,12 +58,17 @@ def run(args: argparse.Namespace) -> int:
         plan = {"tier": args.tier, "pages": wanted, "free_pages": free, "leaving_pages": leaving}
 
         def evict() -> Outcome:
-            why = ""
+            why, now_free, step = "", free, max(1, STEP_BYTES // page_bytes)
+            shown = Progress()
             try:
-                now_free = owner.evict(args.tier, wanted)
+                for done in range(0, leaving, step):
+                    shown("evicted", done, leaving)
+                    now_free = owner.evict(args.tier, min(now_free + step, wanted))
             except CommandFailed as problem:  # some may have left before it came to that
                 why, now = f"{problem}; ", owner.inspect()["tiers"][args.tier]
                 now_free = now["capacity_pages"] - now["used_pages"]
+            finally:
+                shown.end()
             told = f"{why}{plural(now_free, 'page')} are free now"
             return Outcome({"free_pages": now_free}, told, not why and now_free >= wanted)
 
