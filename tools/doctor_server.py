@@ -38,7 +38,7 @@ def diagnose(directory: Path, settings: dict[str, object] | None) -> list[Check]
         with reached(directory) as owner:
             stats = owner.stats
     except CommandFailed as problem:
-        mend = "start one with hicache serve, or name its directory with --socket-dir"
+        mend = "start it with hicache serve; its log says why it ended, or what it waits for"
         if isinstance(problem, OtherVersion):
             mend = "ask it with the hicache that it was started with, or start it again with this one"
         return [*checks, Check(Verdict.FAIL, "server", str(problem), mend), _limits(None), _gpu()]

@@ -202,7 +202,7 @@ def test_flush(known: Known) -> None:
     assert server.call(lambda inside: inside.cache.tree.num_nodes) == 0
     assert shell.json("flush", "--tenant", "red")["plan"]["pages"] == 0
     status, _, err = shell("explain", "1")
-    assert (status, err) == (1, "hicache explain: nothing is cached, of no namespace\n")
+    assert (status, err) == (1, "hicache explain: nothing is cached yet: the server has no namespaces\n")
 
 
 def test_flush_of_one_tenant(known: Known) -> None:
@@ -224,6 +224,7 @@ def test_flush_of_one_tenant(known: Known) -> None:
 def test_verify(known: Known) -> None:
     server, _, shell = known
     assert shell.text("verify") == "7 copies read: all are whole\n"
+    assert shell.text("verify", "--one-in", "4000000000") == "0 copies read: one in 4,000,000,000 of so few is none\n"
     (slot,) = server.call(lambda inside: _slots(inside, WARM[: 3 * PAGE])[-1:])
     server.call(lambda inside: _flip(inside, slot))
     found = shell.json("verify", status=1)

@@ -82,7 +82,7 @@ def _namespace(owner: Owner, beginning: str | None) -> str:
     if len(found) == 1:
         return found[0]
     if not known:
-        raise CommandFailed("nothing is cached, of no namespace")
+        raise CommandFailed("nothing is cached yet: the server has no namespaces")
     listed = ", ".join(f"{each['namespace'][:16]} ({_whose(each)})" for each in known[:8])
     listed += ", …" if len(known) > 8 else ""
     if beginning is None:

@@ -54,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
             "corrupt_pages": corrupt, "failed_pages": failed,
         }, indent=2))  # fmt: skip
     else:
-        found = f"{corrupt:,} were damaged and are forgotten, {failed:,} could not be read"
-        print(f"{plural(pages, 'copy', 'copies')} read: {'all are whole' if not corrupt + failed else found}")
+        found = "all are whole"
+        if corrupt + failed:
+            found = f"{corrupt:,} were damaged and are forgotten, {failed:,} could not be read"
+        elif not pages:
+            found = f"one in {args.one_in:,} of so few is none" if args.one_in > 1 else "nothing is cached"
+        print(f"{plural(pages, 'copy', 'copies')} read: {found}")
     return Exit.FAILED if corrupt + failed else Exit.OK
