@@ -89,8 +89,8 @@ class AdminCalls:
         while tier.num_free < request.num_pages:
             if self._cache.clock.monotonic() >= call.deadline:
                 raise DeadlineExceeded(f"{tier.num_free} pages were free at the deadline")
-            # Room that is taken and given back at once is room that the policy chose. Out of turn: who waits in line keeps
-            # those behind him from pages that are free.
+            # Room that is taken and given back at once is room that the policy chose. Out of turn: who waits in a line
+            # keeps those behind him from pages that are free.
             wanted = min(tier.num_free + step, request.num_pages)
             slots = await self._cache.allocate(tier_id, wanted, deadline=call.deadline, wait=False)
             self._cache.free({tier_id: slots})
