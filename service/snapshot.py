@@ -17,7 +17,8 @@ computing, and pages on their way in. `moment_of` gives `"format"`, `"time"` (se
 
     {"id", "parent" (id or null), "namespace" (hex digest), "tenant", "first_token", "num_tokens", "tokens" (own ids),
      "bytes", "residency": {TIER: "resident" | "arriving" | "condemned" | "absent"}, "age_s" (since its last use),
-     "uses" (requests that were given it), "priority" and "retained_s" (by hints; null for not retained), "leases", "published" (to other tenants),
+     "uses" (requests that were given it), "priority" and "retained_s" (by hints; null for not retained), "leases",
+     "published" (to other tenants),
      "reported": {"device:SESSION/RANK": pages it says it has}}
 """
 
