@@ -148,22 +148,26 @@ def test_leased_pages_stay_and_released_ones_may_leave(server: ThreadServer) -> 
 
 
 def test_a_reader_that_outlives_its_lease_is_told_so(server: ThreadServer) -> None:
-    """I25, C09: the slots are given to others while the reader still looks at them."""
-    tokens = list(range(8000, 8000 + 2 * PAGE))
+    """I25, C09: the slots are given to others while the reader still looks at them. Other leases are read on."""
+    tokens, others = list(range(8000, 8000 + 2 * PAGE)), [list(range(at, at + PAGE)) for at in (8100, 8200)]
     with connect(server.directory) as client:
-        store(client, tokens)
+        for each in (tokens, *others):
+            store(client, each)
         lease = client.acquire(Prompt(NAMESPACE, tokens))
+        leases = [client.acquire(Prompt(NAMESPACE, each)) for each in others]
         kept = lease.array(0)
 
         def end(inside: Any) -> None:
             (session,) = inside.sessions
-            for number in list(session.leases):
-                inside.sessions.release(session, number)
+            inside.sessions.release(session, min(session.leases))
             inside.cache.flush()
 
         server.call(end)
         with pytest.raises(LeaseExpired):
             lease.read(0)
+        for other, each in zip(leases, others, strict=True):
+            with other:
+                assert other.read(0) == page_bytes(each, 0)
         with pytest.raises(LeaseExpired), lease:
             assert kept.flags.writeable is False
         del kept
