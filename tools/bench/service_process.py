@@ -89,12 +89,12 @@ async def serve(socket_dir: Path, page_layout: KVLayout, host_bytes: int) -> Non
     async with asyncio.TaskGroup() as tasks:
 
         def ready(_: Server) -> None:
-            tasks.create_task(echo(socket_dir, config.limits.max_tokens))
+            tasks.create_task(echo(socket_dir, config))
 
         await run(config, ready=ready, stopping=lambda _: None)
 
 
-async def echo(socket_dir: Path, max_tokens: int) -> None:
+async def echo(socket_dir: Path, config: ServeConfig) -> None:
     """Answer with as many bytes as the request asks for. gRPC is set up as on the server's own data socket."""
 
     async def answer(data: bytes, context: object) -> bytes:
@@ -104,7 +104,7 @@ async def echo(socket_dir: Path, max_tokens: int) -> None:
         async for data in said:
             yield await answer(data, context)
 
-    server = grpc.aio.server(options=options(max_tokens), maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(options=options(config.limits, config.times), maximum_concurrent_rpcs=MAX_CALLS)
     service, _, method = ECHO_METHOD.strip("/").partition("/")
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         method: grpc.unary_unary_rpc_method_handler(answer),
