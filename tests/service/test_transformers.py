@@ -385,7 +385,7 @@ def damage_every_page(directory: Path) -> int:
     return num_pages
 
 
-@pytest.mark.parametrize("step", ["prefill", "generate"])
+@pytest.mark.parametrize("step", ["prefill", "generate", "of_transformers"])
 @pytest.mark.parametrize("found", [True, False], ids=["found", "own"])
 def test_pages_that_turn_out_damaged_are_computed_again(
     model: Any, tmp_path: Path, step: str, found: bool, caplog: pytest.LogCaptureFixture
@@ -416,6 +416,10 @@ def test_pages_that_turn_out_damaged_are_computed_again(
                 assert all(0 < done <= of for done, of in seen)
                 assert seen[-1][0] == seen[-1][1] > 20
                 num_new = 0
+            elif step == "of_transformers":
+                output = model.generate(ids, cache=request.cache, max_new_tokens=NEW, do_sample=False)
+                assert tuple(output[0, 600:].tolist()) == plain.tokens
+                num_new = NEW - 1
             else:
                 generation = request.generate(NEW, output_logits=True)
                 assert_same(generation.tokens, generation.logits, plain)

@@ -18,9 +18,10 @@ import torch
 
 from hicache.errors import BadRequest, DeadlineExceeded, NoRoom
 from hicache.service.engines.transformers.arguments import check_call
+from hicache.service.engines.transformers.damage import around_damage
 from hicache.service.engines.transformers.forward import ForwardPass, Row, leave, running
 from hicache.service.engines.transformers.generating import Generation, TokenWatch, check_options
-from hicache.service.engines.transformers.request import Request, around_damage
+from hicache.service.engines.transformers.request import Request
 from hicache.service.engines.transformers.request_cache import RequestCache
 from hicache.service.engines.transformers.token_ids import Tokens, token_ids
 

@@ -1,22 +1,21 @@
 """A request: one sequence of tokens on its way through a model, and the transformers cache that stands for it."""
 
 import dataclasses
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.errors import BadRequest, Closed, CorruptPage, NotResident, TierUnavailable
+from hicache.errors import BadRequest, Closed
 from hicache.namespace import Namespace
 from hicache.service.engines.transformers.arguments import check_call, check_row
+from hicache.service.engines.transformers.damage import around_damage
 from hicache.service.engines.transformers.forward import ForwardPass, Row, running
 from hicache.service.engines.transformers.generating import (
     Generation,
@@ -28,21 +27,10 @@ from hicache.service.engines.transformers.generating import (
 )
 from hicache.service.engines.transformers.request_cache import RequestCache
 from hicache.service.engines.transformers.token_ids import Tokens, token_ids
-from hicache.tier import NVME, TierId
+from hicache.tier import TierId
 
 if TYPE_CHECKING:
     from hicache.service.engines.transformers.engine import TransformersEngine
-
-MAX_REOPENS: Final = 16
-"""Damaged pages that one pass works around, each by recomputing from there on, before it gives up."""
-
-SALT_BYTES: Final = 16
-"""Of a request that goes on apart from all others."""
-DAMAGE: Final = (CorruptPage, NotResident, TierUnavailable)
-"""What a pass raises that finds a page of the context gone, or on a device that fails or does not answer."""
-
-T = TypeVar("T")
-_logger = logging.getLogger(__name__)
 
 
 class Request:
@@ -370,29 +358,3 @@ class Request:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the request was closed")
-
-
-def around_damage(requests: Sequence[Request], run: Callable[[], T]) -> T:
-    """`run`, a pass of these requests, and again after each damaged page of theirs, once what was lost with it is
-    computed again. Raises what the pass raises else.
-
-    Pages on a device that fails, or does not answer, are not lost: it may give them later. What is computed in their
-    place would be known to the cache as a copy of theirs, and soon leave for them again. So these requests go on apart
-    from what is cached, and their pages are found by nobody else.
-    """
-    lengths = [request.length for request in requests]
-    num_reopens = 0
-    while True:
-        try:
-            for request, length in zip(requests, lengths, strict=True):
-                request.restore(length)
-            return run()
-        except DAMAGE as damage:
-            if num_reopens == MAX_REOPENS:
-                raise
-            num_reopens += 1
-            _logger.warning("%s; recomputing from there on", damage)
-            is_there = isinstance(damage, TierUnavailable) and damage.tier == NVME
-            salt = os.urandom(SALT_BYTES) if is_there else None
-            for request, length in zip(requests, lengths, strict=True):
-                request.go_back(length, salt)
