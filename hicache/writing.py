@@ -203,7 +203,8 @@ class Writer:
 
     async def copy_past_host(self, device: Tier, nvme: Tier, pages: Sequence[PageMove]) -> list[Outcome | None]:
         """Copy pages from the device to NVMe through a buffer; one outcome each, None for a page that was not begun
-        because the cache closes. One call at a time has the buffer, and no slot of the host tier is needed."""
+        because the cache closes. One call at a time has the buffer, and no slot of the host tier is needed. As into the
+        host, checksums are taken as the pages leave the device, where it takes any, and travel on with them."""
         page_bytes = device.page_bytes
         num_at_once = max(1, PAST_HOST_BYTES // page_bytes)
         outcomes: list[Outcome | None] = []
@@ -212,13 +213,17 @@ class Writer:
             while len(outcomes) < len(pages) and not self._cache.is_closing:
                 chunk = pages[len(outcomes) : len(outcomes) + num_at_once]
                 views = [buffer[i * page_bytes : (i + 1) * page_bytes] for i in range(len(chunk))]
-                found = await guarded(device.read([
-                    PageRead(page.source_slot, page.source_generation, page.identity, view)
+                reads = [
+                    PageRead(page.source_slot, page.source_generation, page.identity, view, bytearray())
                     for page, view in zip(chunk, views, strict=True)
-                ])) or [Outcome.ERROR] * len(chunk)
+                ]
+                found = await guarded(device.read(reads)) or [Outcome.ERROR] * len(chunk)
                 whole = [i for i, outcome in enumerate(found) if outcome is Outcome.OK]
                 written = await guarded(nvme.write([
-                    PageWrite(chunk[i].target_slot, chunk[i].target_generation, chunk[i].identity, views[i])
+                    PageWrite(
+                        chunk[i].target_slot, chunk[i].target_generation, chunk[i].identity, views[i],
+                        bytes(reads[i].sums or b"") or None,
+                    )
                     for i in whole
                 ])) or [Outcome.ERROR] * len(whole)
                 for i, outcome in zip(whole, written, strict=True):
