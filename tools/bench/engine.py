@@ -38,9 +38,9 @@ from hicache.tools.terminal import printable
 NEW_TOKENS: Final = 16
 """Tokens of an answer where nothing is reused."""
 HIT_ROUNDS: Final = 5
-STARTS: Final = 5
+STARTS: Final = 7
 """Of both engines, for what nothing to reuse costs."""
-PAIRS: Final = 4
+PAIRS: Final = 3
 """Prompts in each of them, that both engines are asked."""
 HIT_GOAL: Final = 0.25
 """Time until the first token ÷ that of computing the prompt."""
