@@ -46,6 +46,8 @@ _ALONE_BYTES: Final = 1 << 19
 _AHEAD_BYTES: Final = {4: (6 << 10, 12 << 10), 2: (8 << 10, 16 << 10)}
 """How far ahead data is asked for, the second time and the first, by bytes of an element: as was measured to be best,
 and little enough for the first cache."""
+_EARLY_BYTES: Final = 64 << 10
+"""How far ahead one line of every 4 KiB is asked for, for the sake of its address, where a token has that much."""
 
 _FIRST_SLOT: Final = torch.zeros(1, dtype=torch.int32)
 _loading: Final = threading.Lock()
@@ -130,7 +132,7 @@ class Decoding:
         """query [1, HQ, D], D contiguous; soft_cap as in `Scoring`."""
         _, self._num_heads, self._head_dim = query.shape
         self._query: Final = query.float()
-        self._has_tokens = False
+        self._used_runs = 0
         group = self._num_heads // num_kv_heads
         self._num_threads: Final = torch.get_num_threads()
         num_runs = self._num_threads * _RUNS_A_THREAD if self._num_threads > 1 else 1
@@ -164,20 +166,23 @@ class Decoding:
     def _run(self, dtype: torch.dtype, first: int, last: int) -> None:
         """Attend to tokens of the pages and the table that the job names."""
         job, head_bytes = self._job, self._head_dim * dtype.itemsize
-        alone = (last - first) * 2 * job.num_heads * head_bytes < self._num_threads * _ALONE_BYTES
+        token_bytes = job.num_heads * head_bytes
+        alone = (last - first) * 2 * token_bytes < self._num_threads * _ALONE_BYTES
         job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
         job.first, job.last = first, last
         job.near, job.far = (ceil_div(num_bytes, head_bytes) for num_bytes in _AHEAD_BYTES[dtype.itemsize])
+        job.early = _EARLY_BYTES // token_bytes if 1 << 12 <= token_bytes <= job.token_stride else 0
         in_threads(_ready[dtype].address, job, 1 if alone else self._num_threads)
-        self._has_tokens = True
+        self._used_runs = max(self._used_runs, job.num_runs)
 
     def result(self) -> AttentionState | None:
         """Output [1, HQ, D] and LSE [1, HQ], float32; None over no token."""
-        if not self._has_tokens:
+        if not self._used_runs:
             return None
         output = torch.empty(1, self._num_heads, self._head_dim)
         lse = torch.empty(1, self._num_heads)
         job = self._job
+        job.num_runs = self._used_runs
         job.output_at, job.lse_at = output.data_ptr(), lse.data_ptr()
         in_threads(_begin_and_end[1].address, job, 1)
         return AttentionState(output, lse)

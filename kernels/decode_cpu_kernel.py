@@ -79,6 +79,8 @@ _AT_ONCE: Final[dict[Any, int]] = {types.float32: 2, types.int16: 4, types.uint1
 what is asked for ahead stays small."""
 _LINE: Final = 64
 """Bytes of a cache line."""
+_SMALL_PAGE: Final = 4096
+"""Bytes whose addresses a processor looks up at once, at least."""
 
 
 def _called(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
@@ -161,6 +163,19 @@ def _all_folded(builder: ir.IRBuilder, sums: Sequence[ir.Value], run: int = LANE
         sums = [_folded(builder, sums[i], sums[i + 1], run) for i in range(0, len(sums), 2)]
         run //= 2
     return sums[0]
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _ask(context: Any, stored: Any, table: Any, offset: Any) -> tuple[Any, Any]:
+    """Ask for one line of each of `_AT_ONCE` tokens, whose addresses are at `table`, `offset` behind them."""
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        _, table, offset = arguments
+        for address in _addresses(builder, table, offset, stored):
+            _fetch_ahead(builder, address)
+        return target.get_dummy_value()
+
+    return types.void(stored, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -253,6 +268,28 @@ def _weigh(
         return target.get_dummy_value()
 
     return types.void(stored, *[types.int64] * 7), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _add_row(context: Any, total: Any, factor: Any, output: Any, num_vectors: Any) -> tuple[Any, Any]:
+    """Add a row of a total, from its first vector at `total` on, times a float32, to what is at `output`."""
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        total, factor, output, num_vectors = arguments
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        everywhere = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
+        spread = builder.shuffle_vector(builder.insert_element(undefined, factor, _INT32(0)), undefined, everywhere)
+
+        def body(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            to = _at(builder, output, builder.mul(i, _INT64(_BYTES)))
+            row = _load_floats(builder, _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES))))
+            _store(builder, _fused(builder, spread, row, _load_floats(builder, to)), to)
+            return carried
+
+        _loop(builder, num_vectors, [], body)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64), generate
 
 
 def _constant(number: float) -> ir.Value:
@@ -440,6 +477,10 @@ def _pass(
     step, following = (head_stride, 8 * at_once) if head_stride > job.token_stride else (at_once * head_stride, 8)
     for first in range(0, num_tokens, at_once):
         tokens_at = table_at + 8 * first
+        if job.early > 0:
+            # So that the processor knows by then where in memory the addresses are: looking it up takes long.
+            for offset in range(0, token_bytes, _SMALL_PAGE):
+                _ask(stored, tokens_at + 8 * min(job.early, _LEAD - 2 * at_once), offset)
         near_at, near = tokens_at + 8 * near_tokens, near_bytes
         far_at, far = tokens_at + 8 * far_tokens, far_bytes
         has_four = first % 4 + at_once == 4 or first + at_once == num_tokens
@@ -534,7 +575,7 @@ def _begin(jobs: Any) -> None:
 
 
 def _end(jobs: Any) -> None:
-    """Merge the states of all runs, in their order, and write what comes out."""
+    """Merge the states of the first `num_runs` runs, in their order, and write what comes out."""
     job = carray(jobs, 1)[0]
     num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
     output = carray(_pointer(job.output_at, _F(0)), (job.num_heads * job.group, num_vectors, LANES))
@@ -544,23 +585,22 @@ def _end(jobs: Any) -> None:
         block = head * job.blocks_a_head + row // _NUM_ROWS
         at, row = block * _NUM_ROWS + row % _NUM_ROWS, row % _NUM_ROWS
         top = _MINUS_INFINITY
-        for run in range(job.most_runs):
+        for run in range(job.num_runs):
             _, _, tops_at, _ = _state_at(job, run)
             top = max(top, carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)[at])
         whole = 0.0
         for vector in range(num_vectors):
             for i in range(LANES):
                 output[query_head, vector, i] = _F(0.0)
-        for run in range(job.most_runs):
+        for run in range(job.num_runs):
             _, total_at, tops_at, sums_at = _state_at(job, run)
             # In float64: rounded once, as a sum of two numbers in other units would not be.
             weight = math.exp((np.float64(carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)[at]) - top) * _LN_2)
-            total = carray(_pointer(total_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
             whole += weight * carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)[at]
-            factor = _F(weight)
-            for vector in range(num_vectors):
-                for i in range(LANES):
-                    output[query_head, vector, i] += factor * total[block, vector, row, i]
+            _add_row(
+                total_at + (block * num_vectors * _NUM_ROWS + row) * _BYTES, _F(weight),
+                job.output_at + query_head * num_vectors * _BYTES, num_vectors,
+            )  # fmt: skip
         part = _F(1.0 / whole)
         for vector in range(num_vectors):
             for i in range(LANES):

@@ -37,6 +37,8 @@ class Job(ctypes.Structure):
         # How far ahead data is asked for, twice: in heads of a token.
         ("near", ctypes.c_int64),
         ("far", ctypes.c_int64),
+        # And how many tokens ahead, before that, a line of every 4 KiB is: 0 for none.
+        ("early", ctypes.c_int64),
         # H, R, D / 16, N, and query heads of a key/value head.
         ("num_heads", ctypes.c_int64),
         ("blocks_a_head", ctypes.c_int64),
