@@ -2,7 +2,8 @@
 
     first line   {"model": directory, "config": the connector's settings or null, "new_tokens": 8, "llm": arguments of
                   `LLM`}; answered by {"ready": true} when the engine is up
-    others       {"prompts": [[token, ...], ...], "together": false, "salt": null, "adapter": directory or null}
+    others       {"prompts": [[token, ...], ...], "together": false, "salt": null, "adapter": directory or null,
+                  "picture": number or null: which one stands where prompts have the token for it}
                   answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...],
                   "cached": [tokens of each prompt that vLLM says were cached]}; where the engine's worker is in this
                   process, a prompt is asked when all that was computed before is saved: what it finds is no race
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 from hicache.service.engines.vllm.transfers import Transfers
 from hicache.tools.bench.engine_process import ENVIRONMENT, count_scheduled, llm_arguments
+from tests.engines.pictures import picture
 
 SAVED_WITHIN_S: Final = 10.0
 
@@ -74,12 +76,14 @@ def main() -> None:
             continue
         tokens, computed, seconds, cached = [], [], [], []
         prompts = question["prompts"]
-        salted = {"cache_salt": question["salt"]} if question.get("salt") else {}
+        more: dict[str, Any] = {"cache_salt": question["salt"]} if question.get("salt") else {}
+        if question.get("picture") is not None:
+            more["multi_modal_data"] = {"image": picture(question["picture"])}
         path = question.get("adapter")
         lora = LoRARequest(path, adapters.setdefault(path, len(adapters) + 1), path) if path else None
         for batch in [prompts] if question.get("together") else [[each] for each in prompts]:
             before, began = scheduled[0], time.monotonic()
-            asked_now = [{"prompt_token_ids": each, **salted} for each in batch]
+            asked_now = [{"prompt_token_ids": each, **more} for each in batch]
             outputs = llm.generate(asked_now, sampling, use_tqdm=False, lora_request=lora)
             tokens += [list(each.outputs[0].token_ids) for each in outputs]
             cached += [each.num_cached_tokens for each in outputs]

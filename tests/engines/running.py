@@ -43,12 +43,20 @@ class Engine:
         self._errors: Final = errors
 
     def ask(
-        self, prompts: Sequence[Tokens], *, together: bool = False, salt: str = "", adapter: Path | None = None
+        self,
+        prompts: Sequence[Tokens],
+        *,
+        together: bool = False,
+        salt: str = "",
+        adapter: Path | None = None,
+        picture: int | None = None,
     ) -> Answers:
-        """Greedy tokens for each prompt, one after the other or all at once; with a `cache_salt`, and of the model with
-        a LoRA adapter, where they are given."""
+        """Greedy tokens for each prompt, one after the other or all at once; with a `cache_salt`, of the model with a
+        LoRA adapter, and with a picture in each prompt, where they are given."""
         lora = None if adapter is None else str(adapter)
-        said = self._say({"prompts": list(prompts), "together": together, "salt": salt, "adapter": lora})
+        said = self._say(
+            {"prompts": list(prompts), "together": together, "salt": salt, "adapter": lora, "picture": picture}
+        )
         return Answers(said["tokens"], said["scheduled"], said["seconds"], said["cached"])
 
     def reset(self) -> bool:

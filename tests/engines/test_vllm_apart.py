@@ -1,4 +1,5 @@
-"""A real vLLM whose requests bring what keeps them apart: a salt, an adapter; and one of several ranks."""
+"""A real vLLM whose requests bring what keeps them apart, a salt, an adapter, a picture; with a model that drafts; and
+with several ranks."""
 
 import json
 import random
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from hicache.tools.bench.engine_models import make_tiny
+from tests.engines.pictures import PICTURE, PICTURE_TOKENS, make_idefics
 from tests.engines.running import VOCABULARY, Answers, Tokens, engine
 from tests.engines.test_vllm import OWN_CACHE_OFF, arguments, settings
 from tests.engines.test_vllm_issues import cacheable, computed_alone
@@ -98,6 +100,51 @@ def test_adapters_are_told_apart_by_what_is_in_them(
                 assert answers.tokens == right[adapter]
                 found.append(is_new(answers, prompts))
     assert found == [True, True, True, False, False, False, False, False, False, False]
+
+
+def test_pictures_are_told_apart_by_what_is_in_them(sidecar: ServerProcess, tmp_path: Path) -> None:
+    model, rng = make_idefics(tmp_path / "idefics"), random.Random(43)
+    before, behind = ([rng.randrange(9, VOCABULARY) for _ in range(length)] for length in (150, 100))
+    # The same picture at another place is another prompt.
+    prompts = [[*before, PICTURE, *behind], [*before, *behind[:8], PICTURE, *behind[8:]]]
+    # As vLLM schedules them.
+    whole = [each + [PICTURE] * (PICTURE_TOKENS - 1) for each in prompts]
+    looking: dict[str, Any] = {**OWN_CACHE_OFF, "skip_tokenizer_init": False, "mm_hasher_algorithm": "sha256"}
+    with engine(model, tmp_path, None, **looking) as running:
+        right = {number: running.ask(prompts, picture=number).tokens for number in (1, 2)}
+    assert right[1] != right[2]
+    found = []
+    for numbers in ((1, 2, 1), (2, 1)):
+        with engine(model, tmp_path, settings(sidecar), **looking) as running:
+            for number in numbers:
+                answers = running.ask(prompts, picture=number)
+                assert answers.tokens == right[number]
+                found.append(is_new(answers, whole))
+    assert found == [True, True, False, False, False]
+
+
+def test_what_drafts_has_part_in_whose_pages_they_are(
+    model: Path, prompts: list[Tokens], tmp_path: Path
+) -> None:
+    # Its layers have KV in the same blocks.
+    server = ServerProcess(tmp_path, arguments(tmp_path, **{"layout.num_layers": 8}))
+    drafts = [make_tiny(tmp_path / str(seed), seed=seed) for seed in (3, 4)]
+    found = []
+    try:
+        with engine(model, tmp_path, None, **OWN_CACHE_OFF) as running:
+            right = running.ask(prompts).tokens
+        for draft in (drafts[0], drafts[0], drafts[1]):
+            speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+            with engine(
+                model, tmp_path, settings(server), speculative_config=speculative, **OWN_CACHE_OFF
+            ) as running:
+                answers = running.ask(prompts)
+            assert answers.tokens == right
+            # How many tokens are computed depends on how many are guessed right.
+            found.append([each > len(prompt) for each, prompt in zip(answers.scheduled, prompts, strict=True)])
+    finally:
+        server.stop()
+    assert found == [[True, True], [False, False], [True, True]]
 
 
 def test_two_ranks_find_their_pages_after_a_restart(
