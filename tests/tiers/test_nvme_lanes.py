@@ -698,6 +698,31 @@ def test_closing_does_not_wait_for_ever_for_a_hung_device(
     run(main())
 
 
+def test_a_tier_may_be_given_up_at_any_moment_of_its_closing() -> None:
+    """Whoever gives it up does not know how far the closing has come, whose own time may just have run out."""
+    files = HeldFiles("preadv")
+
+    async def main() -> None:
+        async with small_tier(SMALL, 1, files=files, read_lanes=1, layer_lanes=1) as tier:
+            [identity] = identity_chain(1)
+            await store(tier, tier.allocate(1), [identity])
+            files.hold()
+            reading = asyncio.get_running_loop().create_task(fetch(tier, 0, identity))
+            await asyncio.to_thread(files.arrived.acquire)
+            closing = asyncio.get_running_loop().create_task(tier.close())
+            await asyncio.sleep(0)
+            while not closing.done():  # every turn of the loop
+                tier.give_up()
+                await asyncio.sleep(0)
+            await closing
+            assert (await reading)[0] is Outcome.ERROR
+            files.let_go()
+            await tier.close()
+            assert lane_threads() == []
+
+    run(main())
+
+
 def test_one_tier_may_serve_one_loop_after_another(tmp_path: Path) -> None:
     shape = shape_of(100)
     tier = NvmeTier.open(tmp_path / "store", layout=shape, capacity_bytes=1 << 20)

@@ -591,7 +591,7 @@ class NvmeTier:
         self._commits.give_up()
         for batch in self._batches:
             batch.give_up()
-        if self._closing is not None:
+        if self._closing is not None and not self._closing.expired():
             self._closing.reschedule(0.0)
 
     async def __aenter__(self) -> Self:
