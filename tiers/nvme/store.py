@@ -586,12 +586,14 @@ class NvmeTier:
         """Wait for the device no more: calls under way answer `ERROR` for what has not been copied, and `close` does
         not wait, be it the next or one under way. Buffers of those calls belong to their copies until the process
         ends."""
-        self._closed = self._is_given_up = True
+        self._closed = True
         self._keeper.close()
         self._commits.give_up()
         for batch in self._batches:
             batch.give_up()
-        if self._closing is not None and not self._closing.expired():
+        if self._closing is None:
+            self._is_given_up = True
+        elif not self._closing.expired():
             self._closing.reschedule(0.0)
 
     async def __aenter__(self) -> Self:
