@@ -34,7 +34,7 @@ COMMANDS: Final = {
     "demo": "answer questions over documents with a real model, and show what the cache does and saves",
     "warm": "have an engine compute prompts before users ask, so that they are cached",
     "top": "watch a running server: tiers, lanes, hit rates, sessions, prefixes",
-    "tree": "show the cached prefixes: where they are, bytes, recency, leases",
+    "tree": "show the cached prefixes: where they are, bytes, recency, uses, leases",
     "stats": "show tiers, lanes and counters",
     "sessions": "show who is attached to a server, and what they hold",
     "explain": "say where a prompt's tokens are, why the rest is not, and what using it takes",
@@ -53,6 +53,10 @@ COMMANDS: Final = {
 """Name and summary of each command, in the order in which help lists them."""
 _STATUS_OF: Final = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATED}
 """Signals that end a command after it has cleaned up, and what it returns then."""
+_TELLING: Final = frozenset({
+    "bench", "demo", "doctor", "evict", "flush", "pin", "prefetch", "unpin", "verify", "warm",
+})  # fmt: skip
+"""Commands whose work, or what it came to, is not known where nobody reads what they say."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -155,9 +159,10 @@ def _shown(name: str, status: int) -> int:
 
 
 def _leave_quietly(name: str) -> int:
-    """The reader of our output has left. What only prints has done its work; a demo that stops half way has not."""
+    """The reader of our output has left. What only shows something has done its work; what stops before it acts, half
+    way, or before it says what it has found has not."""
     _silence_stdout()
-    return Exit.FAILED if name == "demo" else Exit.OK
+    return Exit.FAILED if name in _TELLING else Exit.OK
 
 
 def _silence_stdout() -> None:

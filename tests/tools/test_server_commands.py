@@ -1,6 +1,7 @@
 """What the commands say of a server whose cache is known, and do to it."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def test_tree(known: Known) -> None:
     told = shell.json("tree", "--depth", "1")
     assert (told["num_prefixes"], told["num_seen"]) == (3, 3)
     assert [(each["num_tokens"], each["hidden"], each["namespace"]) for each in told["prefixes"]] == [(32, 2, DIGEST)]
-    shell.json("tree", "--text")
+    (_, warm, _) = shell.json("tree", "--text")["prefixes"]
+    assert warm["text"] == " ".join(map(str, range(900, 940))), "as ids, where no tokenizer says more"
 
 
 def test_the_tree_says_how_often_prefixes_are_used(known: Known) -> None:
@@ -308,6 +310,26 @@ def test_asking_a_server_loads_neither_numpy_nor_rich(known: Known) -> None:
         [sys.executable, "-c", program, server.directory], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["flush", "--all"], 1), (["pin", words(COLD)], 1), (["verify"], 1), (["stats"], 0)],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_could_not_be_told_is_no_success(known: Known, arguments: list[str], expected: int) -> None:
+    server, _, _ = known
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "hicache.tools", *arguments, "--socket-dir", str(server.directory)],
+            cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (expected, "")
+    assert server.call(lambda inside: (inside.cache.tree.num_nodes, inside.cache.tree.num_leases)) == (3, 0)
 
 
 def test_standard_input_that_is_no_text(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
