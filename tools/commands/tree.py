@@ -61,7 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help=f"show so many branches of a server's tree (default {DEFAULT_LIMIT:,})")  # fmt: skip
     parser.add_argument("--within", type=integer(1, 86_400), metavar="SECONDS", default=DEFAULT_WITHIN_S,
                         help=f"look at a server's tree for so long at most (default {DEFAULT_WITHIN_S})")  # fmt: skip
-    parser.add_argument("--text", action="store_true", help="show how each prefix's own tokens begin")
+    parser.add_argument("--text", action="store_true",
+                        help="show how each prefix's own tokens begin, as ids where no text is known")  # fmt: skip
     parser.add_argument("--tokenizer", type=Path, metavar="DIR",
                         help="decode tokens with the tokenizer.json in DIR (implies --text)")  # fmt: skip
 
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(owner: Owner, view: "View", limit: int, within_s: int) -> Snapshot:
     shown, until = Progress(), time.monotonic() + within_s
-    num_tokens = LABEL_TOKENS if view.decode is not None else TITLE_TOKENS
+    num_tokens = LABEL_TOKENS if view.show_text else TITLE_TOKENS
     try:
         return outline(owner, limit=limit, depth=view.depth, num_tokens=num_tokens, until=until, progress=shown)
     finally:
@@ -100,13 +101,14 @@ class View:
     width: int = DEFAULT_WIDTH
     show_text: bool = False
     decode: Callable[[list[int]], str] | None = None
-    """Text of tokens; None shows the text that the snapshot's writer left."""
+    """Text of tokens; None shows the text that the snapshot's writer left, or else the ids."""
 
     def text(self, node: PrefixNode) -> str:
         """How the node's own tokens begin."""
+        first = node.tokens[:LABEL_TOKENS]
         if self.decode is None:
-            return node.text
-        return " ".join(self.decode(list(node.tokens[:LABEL_TOKENS])).split())
+            return node.text or " ".join(map(str, first))
+        return " ".join(self.decode(list(first)).split())
 
 
 @dataclass(frozen=True, slots=True)
