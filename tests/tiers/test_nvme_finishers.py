@@ -90,6 +90,54 @@ def test_what_is_left_is_done_before_the_threads_end() -> None:
     run(main())
 
 
+def test_a_lane_that_waits_for_memory_is_not_taken_for_a_device_that_hangs() -> None:
+    made: list[Scratch] = []
+
+    def scratch() -> Scratch:
+        made.append(Scratch(SMALL, 1))
+        return made[-1]
+
+    async def main() -> None:
+        lanes = Lanes("one", num_threads=1, num_finishers=1, scratch=scratch, clock=ManualClock())
+        go = threading.Event()
+        jobs = [TwoParts(rest_waits_for=go), TwoParts(), TwoParts()]
+        for job in jobs:
+            lanes.submit(job)
+            job.may_run.set()
+        assert await asyncio.to_thread(jobs[1].has_run.wait, WAIT_S)
+        while lanes.busy_since() is not None:  # noqa: ASYNC110  # the thread tells nobody
+            await asyncio.sleep(0)
+        assert jobs[2].threads == [], "the third has no memory"
+        go.set()
+        assert [await job.landed for job in jobs] == [None] * 3
+        assert len(made) == 2
+        await lanes.stop()
+
+    run(main())
+
+
+def test_without_memory_jobs_are_errors_and_later_ones_are_not() -> None:
+    """The system gives no more memory; then it does. A thread that ended for it would leave its jobs waiting."""
+    refusals = [OSError("no memory"), MemoryError()]
+
+    def scratch() -> Scratch:
+        if refusals:
+            raise refusals.pop()
+        return Scratch(SMALL, 1)
+
+    async def main() -> None:
+        lanes = Lanes("one", num_threads=1, num_finishers=1, scratch=scratch, clock=ManualClock())
+        jobs = [TwoParts() for _ in range(3)]
+        for job in jobs:
+            job.may_run.set()
+            lanes.submit(job)
+        landed = [await job.landed for job in jobs]
+        assert [type(each) for each in landed] == [MemoryError, OSError, type(None)]
+        await lanes.stop()
+
+    run(main())
+
+
 def test_a_bug_in_what_is_left_lands_with_the_job(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         lanes = one_lane()

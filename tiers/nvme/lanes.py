@@ -79,7 +79,7 @@ class Lanes:
         self._threads: list[threading.Thread] = []
         self._left: SimpleQueue[_Left | None] = SimpleQueue()
         self._spare: SimpleQueue[Scratch] = SimpleQueue()
-        """Memory that no job has: one for each lane, as many as may wait for a finisher."""
+        """Memory that no job has. Each lane takes one for itself; as many again may wait for a finisher."""
         self._finishers: list[threading.Thread] = []
         self._busy_since: list[float | None] = [None] * num_threads
         self._num_ended = 0
@@ -127,13 +127,20 @@ class Lanes:
             self._end()
         await self._ended.wait()
 
-    def _start(self) -> RuntimeError | None:
-        """Start the threads, or as many as the system gives; the error if it gives none."""
+    def _start(self) -> Exception | None:
+        """Start the threads, or as many as the system gives; the error if it gives none, or no memory for them."""
         if self._threads:
             return None
+        try:
+            memory = [self._scratch() for _ in range(self.num_threads * (2 if self._num_finishers else 1))]
+        except (OSError, MemoryError) as error:
+            _log.warning("%s: no memory for its threads: %s", self.name, error)
+            return error
         problem = self._start_some(self._threads, self._work, self.name, self.num_threads)
         if self._threads:
             self._start_some(self._finishers, self._finish_others, f"{self.name}-rest", self._num_finishers)
+            for scratch in memory:
+                self._spare.put(scratch)
         return None if self._threads else problem
 
     @staticmethod
@@ -159,9 +166,7 @@ class Lanes:
             self._queue.put(None)
 
     def _work(self, index: int) -> None:
-        scratch = self._scratch()
-        if self._num_finishers:
-            self._spare.put(self._scratch())
+        scratch = self._spare.get()
         while (taken := self._queue.get()) is not None:
             job, lands_on_loop = taken
             rest, error = None, None
