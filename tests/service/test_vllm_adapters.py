@@ -44,13 +44,23 @@ def digest(adapters: Adapters, asked: SimpleNamespace) -> str:
 def test_it_is_of_weights_and_of_what_scales_them(adapters: Adapters, tmp_path: Path) -> None:
     found = [
         digest(adapters, lora(make(tmp_path / "a"))),
-        digest(adapters, lora(make(tmp_path / "b", weights=b"2"))),
-        digest(adapters, lora(make(tmp_path / "c", alpha=32))),
+        digest(adapters, lora(make(tmp_path / "b", weights=b"2"), 2)),
+        digest(adapters, lora(make(tmp_path / "c", alpha=32), 3)),
     ]
     assert len(set(found)) == 3
     assert all(found)
     assert digest(adapters, lora(make(tmp_path / "d"), 9)) == found[0], "neither a path nor a number is part of it"
-    assert digest(adapters, lora(tmp_path / "nowhere")) == ""
+    assert digest(adapters, lora(tmp_path / "nowhere", 10)) == ""
+    assert digest(adapters, lora(Path("no\0where"), 11)) == ""
+
+
+def test_a_number_of_two_adapters_is_nobodys(adapters: Adapters, tmp_path: Path) -> None:
+    # vLLM has loaded one of them, and takes it for the other.
+    one, other = make(tmp_path / "a"), make(tmp_path / "b", weights=b"2")
+    assert digest(adapters, lora(one))
+    assert digest(adapters, lora(other)) == ""
+    assert digest(adapters, lora(one)) == ""
+    assert digest(adapters, lora(other, 2))
 
 
 def test_one_that_has_changed_is_nobodys_until_it_has_another_number(adapters: Adapters, tmp_path: Path) -> None:
@@ -68,7 +78,7 @@ def test_one_that_has_changed_is_nobodys_until_it_has_another_number(adapters: A
 
 def test_files_that_answer_no_read_are_waited_for_once_and_not_for_long(adapters: Adapters, tmp_path: Path) -> None:
     path = make(tmp_path / "a")
-    wanted = digest(adapters, lora(make(tmp_path / "b")))
+    wanted = digest(adapters, lora(make(tmp_path / "b"), 2))
     weights = path / "adapter_model.safetensors"
     weights.unlink()
     os.mkfifo(weights)  # nobody writes to it

@@ -28,6 +28,8 @@ _Mark = tuple[tuple[str | int, ...], ...]
 class _Adapter:
     """One of them."""
 
+    path: str
+    """Where its files are."""
     look: "Future[tuple[_Mark, str]] | None" = None
     """Under way, or not heard yet."""
     looked_at: float = float("-inf")
@@ -45,7 +47,7 @@ class Adapters:
     def __init__(self, *, look_s: float = LOOK_S, patience_s: float = PATIENCE_S) -> None:
         self._look_s: Final = look_s
         self._patience_s: Final = patience_s
-        self._known: Final[dict[tuple[str, int], _Adapter]] = {}
+        self._known: Final[dict[int, _Adapter]] = {}
         self._thread: Final = ThreadPoolExecutor(1, "hicache-adapter")
 
     def is_settled(self, lora: Any) -> bool:
@@ -65,8 +67,8 @@ class Adapters:
 
     def digest(self, lora: Any) -> str:
         """`"sha256:"` and the digest of an adapter's weights and configuration. Empty where it cannot be told: its
-        files cannot be read, or not in time, or they have changed since the engine first asked. vLLM may have those of
-        before, or have read them again, and does not say which."""
+        files cannot be read, or not in time, or they have changed since the engine first asked, or its number was
+        another's. vLLM may have those of before, or have read them again, and does not say which."""
         adapter = self._of(lora)
         return "" if adapter.look is not None else adapter.digest
 
@@ -75,12 +77,16 @@ class Adapters:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _of(self, lora: Any) -> _Adapter:
-        key = (str(lora.lora_path), int(lora.lora_int_id))
-        if key not in self._known:
+        number, path = int(lora.lora_int_id), str(lora.lora_path)
+        adapter = self._known.get(number)
+        if adapter is None:
             if len(self._known) >= MAX_KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[key] = _Adapter()
-        return self._known[key]
+            adapter = self._known[number] = _Adapter(path)
+        elif adapter.path != path:
+            # vLLM goes by the number alone.
+            adapter.look, adapter.digest, adapter.is_known = None, "", True
+        return adapter
 
     @staticmethod
     def _hear(adapter: _Adapter, mark: _Mark, digest: str) -> None:
@@ -101,7 +107,7 @@ def _look(path: str, mark: _Mark, digest: str) -> tuple[_Mark, str]:
         if now != mark:
             whole = hashlib.sha256(files_digest(path).encode() + (Path(path) / CONFIG).read_bytes())
             digest = f"sha256:{whole.hexdigest()}"
-    except (BadRequest, OSError):
+    except (BadRequest, OSError, ValueError):  # the last for names that are no text
         return (), ""
     return now, digest
 
