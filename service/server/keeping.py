@@ -27,7 +27,7 @@ from hicache.errors import HicacheError, NoRoom
 from hicache.namespace import Namespace
 from hicache.residency import Residency
 from hicache.service.readiness import Supervisor
-from hicache.service.server.storing import checksum
+from hicache.service.server.copying import checksum
 from hicache.tier import HOST, PageIdentity, Slots
 from hicache.tiers.host import HostTier
 from hicache.tokens import INT32, TOKEN_BYTES

@@ -10,6 +10,9 @@ import os
 import threading
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache.errors import NoRoom
 from hicache.tier import Slots, TierId
 from hicache.tiers.arena import collapsing, map_shared, remove
@@ -68,6 +71,10 @@ class Staging:
         start = slot * self.stride
         return self._view[start : start + num_bytes]
 
+    def pages(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The first bytes of each slot: uint8 `[num_slots, num_bytes]`, by rows. Only while the memory is held."""
+        return np.frombuffer(self._view, np.uint8).reshape(self.num_slots, self.stride)[:, :num_bytes]
+
     def gather(self) -> None:
         """Gather the memory into 2 MiB pages, some 3 s a GiB, until `stop_gathering` or `close`: for a thread. Only
         while it is held."""
@@ -99,5 +106,5 @@ class Staging:
     def _release(self) -> None:
         # The other process may still have the memory mapped, or keep its descriptor: the pages go all the same.
         remove(self._address, self._num_bytes)
-        self._view.release()
+        self._view = memoryview(b"")  # what is left of it, in the traceback of an error say, keeps it mapped
         os.close(self._fd)

@@ -6,23 +6,16 @@
     commit    threads copy staging to the arena and take checksums of the copy; then, in one step of the loop, the pages
               are published in the tree and the reservation ends
 
-The checksums are those that travel with a page (`hicache.tiers.sums`): all of them where the arena keeps them, as there
-is a slower tier that would have to take them otherwise; else the whole page's alone, which costs next to nothing.
-
 A commit is carried out by a task of the server's own: a client that stops waiting, or ends, leaves neither a
 half-copied page nor a lost slot. What the client changes in its staging memory meanwhile shows in its own pages alone.
 """
 
 import asyncio
-import os
 import struct
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
-
-import numpy as np
-from crc32c import crc32c
+from typing import Any, Final
 
 from hicache.cache import Cache
 from hicache.errors import BadRequest, DeadlineExceeded, HicacheError, NoRoom, TierUnavailable
@@ -31,23 +24,13 @@ from hicache.namespace import Namespace
 from hicache.node import Node
 from hicache.service.errors import Draining, reason_of
 from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server.copying import Copying
 from hicache.service.server.session import Reservation, Session, Tokens
 from hicache.service.server.sessions import Sessions
-from hicache.tier import HOST, PageIdentity, PageSums, Slots, TierId, chain_digest
+from hicache.tier import HOST, PageIdentity, PageSums, chain_digest
 from hicache.tiers.host import HostTier
-from hicache.tiers.memory import started_executor
-from hicache.tiers.sums import payload_checksum, pieces_checksum, whole_sum
 from hicache.tokens import check_ids
 
-CHUNK_BYTES: Final = 2 << 20
-"""A thread is handed at least so many bytes of pages to copy."""
-PIECE_BYTES: Final = 512 << 10
-"""Longer pages are copied and summed in pieces of this length, which stay in a core's cache between the two. Shorter
-pieces cost more than they save: each is a hand-over of the interpreter's lock from thread to thread."""
-GIL_KEPT_BELOW: Final = 32 << 10
-"""Bytes of a page below which giving the interpreter's lock away for its checksum costs more than keeping it."""
-MAX_THREADS: Final = 4
-"""Threads that copy, at most one a core."""
 MAX_KEPT_BYTES: Final = 256 << 20
 """Token ids of reservations and of promises behind replies, at most: each keeps those from the root on."""
 BEHIND_S: Final = 60.0
@@ -66,17 +49,6 @@ class Stored:
     reason: "pb.Reason"
 
 
-class _Copy(NamedTuple):
-    """What a thread that has copied a page knows of it."""
-
-    sums: PageSums | None
-    """All checksums that travel with it; None where only its own was taken."""
-    whole: int
-    """Its own checksum."""
-    crc: int
-    """Its CRC-32C, where the client has sent one; else 0."""
-
-
 class Storing:
     """Reserves and commits for all sessions of a server. Belongs to its loop."""
 
@@ -90,30 +62,11 @@ class Storing:
         self._kept_bytes = 0
         self._host: Final = host
         self._start: Final = start
-        self._sums: Final = np.zeros(host.capacity_pages, np.uint32)
-        """Checksums of whole pages."""
-        self._sum_generations: Final = np.full(host.capacity_pages, -1, np.int64)
-        """In which life of its slot each checksum was taken."""
-        self._num_threads: Final = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._threads: Final = started_executor(TierId("commit"), self._num_threads, apart=True)
+        self.copying: Final = Copying(host, cache.clock)
 
     def close(self) -> None:
         """Join the threads; no commit is under way any more."""
-        self._threads.shutdown()
-
-    async def is_whole(self, slots: Slots) -> list[bool | None]:
-        """Whether arena pages still have the checksums that they had when they were committed, one a slot, which nobody
-        may give to another page meanwhile. None for what came into the arena otherwise. Reads them in a thread."""
-        generation = self._host.generation
-        known = [
-            (slot, int(self._sums[slot])) if self._sum_generations[slot] == generation(slot) else None
-            for slot in slots.tolist()
-        ]
-
-        def compare() -> list[bool | None]:
-            return [None if each is None else payload_checksum(self._host.view(each[0])) == each[1] for each in known]
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, compare)
+        self.copying.close()
 
     # -- the first phase ----------------------------------------------------------------------------------------------
 
@@ -272,13 +225,13 @@ class Storing:
         stored = Stored(None, 0, pb.REASON_CLOSED)
         try:
             try:
-                reason, copies = await self._copy(session, reservation, checksums)
+                reason, sums = await self._copy(session, reservation, checksums)
             except BaseException:
                 self.cache.free({HOST: reservation.slots})
                 raise
             stored = Stored(None, 0, reason)
             if reason == pb.REASON_NONE:
-                stored = self._publish(reservation, copies)
+                stored = self._publish(reservation, sums)
             else:
                 self.cache.free({HOST: reservation.slots})
         finally:
@@ -288,53 +241,20 @@ class Storing:
 
     async def _copy(
         self, session: Session, reservation: Reservation, checksums: bytes
-    ) -> "tuple[pb.Reason, list[_Copy]]":
-        """Copy the staging slots to the arena in threads, and compare checksums where some were sent; the copies."""
+    ) -> "tuple[pb.Reason, list[PageSums] | None]":
+        """Copy the staging slots to the arena, and compare checksums where some were sent. The checksums of the copies,
+        where the arena keeps them."""
         staging = session.staging
         if staging is None or session.ended.is_set():
-            return pb.REASON_UNKNOWN_SESSION, []
-        page_bytes, num_pages = self.cache.layout.page_bytes, len(reservation.slots)
-        todo = enumerate(zip(reservation.staging_slots.tolist(), reservation.slots.tolist(), strict=True))
-        copies: dict[int, _Copy] = {}
+            return pb.REASON_UNKNOWN_SESSION, None
+        copies = await self.copying.copy(
+            staging, reservation.staging_slots, reservation.slots, has_crcs=bool(checksums)
+        )
+        if checksums and list(struct.unpack(f"<{len(copies.crcs)}I", checksums)) != copies.crcs:
+            return pb.REASON_CORRUPT_PAGE, None
+        return pb.REASON_NONE, copies.sums
 
-        def copy_some(num_others: int) -> None:
-            # The next thread is woken by this one, not by the loop: whoever has not begun when all is done can be left
-            # out, where the loop would have to wait for it.
-            other = self._threads.submit(copy_some, num_others - 1) if num_others else None
-            try:
-                # Each thread takes the next page that none has: that is one step under the interpreter's lock.
-                for index, (source, slot) in todo:
-                    with staging.view(source, page_bytes) as page:
-                        copies[index] = self._copied(page, slot, bool(checksums))
-            finally:
-                if other is not None and not other.cancel():
-                    other.result()
-
-        num_threads = min(self._num_threads, num_pages, max(1, num_pages * page_bytes // CHUNK_BYTES))
-        staging.hold()
-        try:
-            await _ended(asyncio.get_running_loop().run_in_executor(self._threads, copy_some, num_threads - 1))
-        finally:
-            staging.let_go()
-        copied = [copies[index] for index in range(num_pages)]
-        if checksums and list(struct.unpack(f"<{num_pages}I", checksums)) != [each.crc for each in copied]:
-            return pb.REASON_CORRUPT_PAGE, []
-        self._sums[reservation.slots] = [each.whole for each in copied]
-        self._sum_generations[reservation.slots] = self._host.generations(reservation.slots)
-        return pb.REASON_NONE, copied
-
-    def _copied(self, source: memoryview, slot: int, has_crc: bool) -> _Copy:
-        """Copy a page to its slot, and take the checksums of the copy while it is in the processor's cache."""
-        page, sums = self._host.view(slot), None
-        if self._host.num_sums:
-            np.copyto(np.frombuffer(page, np.uint8), np.frombuffer(source, np.uint8))
-            sums = self._host.take_sums(slot)
-            whole = whole_sum(sums)
-        else:
-            whole = _copied_and_summed(source, page)
-        return _Copy(sums, whole, checksum(page) if has_crc else 0)
-
-    def _publish(self, reservation: Reservation, copies: Sequence[_Copy]) -> Stored:
+    def _publish(self, reservation: Reservation, sums: list[PageSums] | None) -> Stored:
         """Put copied pages into the tree, all at once."""
         cache, tree, slots, first_page = self.cache, self.cache.tree, reservation.slots, reservation.first_page
         identities = reservation.identities
@@ -353,8 +273,7 @@ class Storing:
             cache.counters.pages_refused += len(slots)
             cache.free({HOST: slots})
             return Stored(None, 0, pb.REASON_NO_ROOM)
-        sums = [copy.sums for copy in copies if copy.sums is not None]
-        self._host.declare_all(slots, identities, sums if self._host.num_sums else None)
+        self._host.declare_all(slots, identities, sums)
         identities.clear()  # a promise behind the reply keeps the reservation, for its tokens alone
         cache.counters.metadata_dropped_pages += inserted.num_dropped
         cache.counters.pages_published += len(slots) - len(inserted.duplicates)
@@ -389,39 +308,3 @@ class Storing:
             await self._persist(session, reservation, sequence, deadline)
         except HicacheError:
             return  # the cache closes; the promise is settled as lost
-
-
-async def _ended(work: "asyncio.Future[None]") -> None:
-    """Wait until threads have ended their work, even when cancelled: until then the memory is in use. Raises what they
-    raised."""
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    work.result()
-
-
-def _copied_and_summed(source: memoryview, target: memoryview) -> int:
-    """Copy a page; the checksum of the copy."""
-    if len(target) > PIECE_BYTES:
-        return pieces_checksum(_copied(source, target))
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-    return payload_checksum(target)
-
-
-def _copied(source: memoryview, target: memoryview) -> Iterator[memoryview]:
-    """Copy a page piece by piece; each piece of the copy once it is there."""
-    into, out_of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
-    for start in range(0, len(target), PIECE_BYTES):
-        piece = slice(start, start + PIECE_BYTES)
-        np.copyto(into[piece], out_of[piece])
-        yield target[piece]
-
-
-def checksum(page: memoryview) -> int:
-    """CRC-32C of a page, as clients send it."""
-    return int(crc32c(page, 0, len(page) >= GIL_KEPT_BELOW))

@@ -109,7 +109,7 @@ class Verifying:
                     cache.forget(part, tier_id, found[0])
 
     async def _damaged_in_arena(self, slots: Slots, reply: pb.VerifyReply) -> set[int]:
-        found = await self._storing.is_whole(slots)
+        found = await self._storing.copying.is_whole(slots)
         reply.num_pages += len(found) - found.count(None)
         return {slot for slot, is_whole in zip(slots.tolist(), found, strict=True) if is_whole is False}
 
