@@ -34,7 +34,8 @@ Slots = npt.NDArray[np.int32]
 """Slot ids of consecutive pages, one-dimensional."""
 PageSums = bytes
 """Checksums of a page's bytes: packed little-endian uint32, one for each layer, then one for the whole page. They are
-taken where a page enters host memory, and handed on with it from tier to tier, which alone know what kind they are."""
+taken where a page enters host memory, or leaves the device past it, and handed on with it from tier to tier: these
+alone know what kind they are."""
 SUM_BYTES: Final = 4
 """Bytes of one checksum."""
 

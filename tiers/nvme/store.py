@@ -470,8 +470,9 @@ class NvmeTier:
     # ---- pages
 
     async def write(self, pages: Sequence[PageWrite]) -> list[Outcome]:
-        """Copy pages into their slots; one outcome each, in order: `OK`, `STALE`, or `ERROR` (counted; nothing of that
-        page is served afterwards). Waits for the device, and for earlier writes into the same slots.
+        """Copy pages into their slots; one outcome each, in order: `OK`, `STALE`, `ERROR`, or, where pages are encoded,
+        `CORRUPT` for one that is not what its checksums were taken of (counted; nothing of that page is served
+        afterwards). Waits for the device, and for earlier writes into the same slots.
 
         Raises `BadRequest`, before anything is touched, for a slot that does not exist or is named twice, a buffer
         that is not one contiguous page, and an identity of the wrong lengths. Cancelled, it waits for the copies all
