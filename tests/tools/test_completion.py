@@ -33,7 +33,7 @@ def _bash(tmp_path: Path, line: str) -> set[str]:
         ["bash", "-uc", program, "bash", *words], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
     )
     assert result.stderr == ""
-    return set(result.stdout.split())
+    return set(result.stdout.splitlines())
 
 
 def _fish(tmp_path: Path, line: str) -> set[str]:
@@ -105,6 +105,8 @@ def test_bash_offers_everything_that_there_is(tmp_path: Path, capsys: pytest.Cap
         "--tier", "--pages", "--bytes", "--socket-dir", "--json", "--dry-run", "--help",
     }  # fmt: skip
     assert _bash(tmp_path, "hicache completion ") == {"bash", "zsh", "fish", "script"}
+    (tmp_path / "of *  today").write_text("")
+    assert _bash(tmp_path, "hicache tree o") == {"of *  today"}
 
 
 @pytest.mark.parametrize("shell", COMPLETED)

@@ -101,7 +101,7 @@ _hicache() {{
   if [[ $current == -* ]]; then
     COMPREPLY=($(compgen -W "$words" -- "$current"))
   else
-    COMPREPLY=($(compgen -W "$operands" -- "$current") $(compgen -f -- "$current"))
+    mapfile -t COMPREPLY < <(compgen -W "$operands" -- "$current"; compgen -f -- "$current")
   fi
 }}
 complete -o filenames -F _hicache hicache
