@@ -15,6 +15,7 @@ from hicache.service.client import Client, EngineWork, Prompt
 from hicache.service.server.process import Server
 from hicache.tier import HOST
 from hicache.tools.cli import main
+from hicache.tools.commands import evict
 from hicache.tools.units import format_seconds
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ThreadServer
@@ -180,6 +181,15 @@ def test_evict(known: Known) -> None:
     assert (done["plan"]["leaving_pages"], done["done"]) == (3, {"free_pages": 64})
     complaint = "hicache evict: 65 pages are more than the 64 of the host tier\n"
     assert shell("evict", "--tier", "host", "--pages", "65") == (2, "", complaint)
+
+
+def test_evict_in_several_steps(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, client, shell = known
+    store(client, range(5000, 5000 + 2 * PAGE))
+    monkeypatch.setattr(evict, "STEP_BYTES", 2 * LAYOUT.page_bytes)
+    status, out, progress = shell("evict", "--tier", "host", "--pages", "64")
+    assert (status, progress) == (0, "evicted: 2 of 5\nevicted: 4 of 5\n")
+    assert out.endswith(" so about 5 will leave it\n64 pages are free now\n")
 
 
 def test_what_cannot_be_evicted_is_told(known: Known) -> None:
