@@ -43,8 +43,8 @@ class OtherVersion(CommandFailed):
 
 
 class Owner:
-    """A server that answers, and the calls of the service `Admin`. Every call raises `HicacheError` for what the server
-    refused, and `CommandFailed` where it does not answer any more."""
+    """A server that answers, and the calls of the service `Admin`. Every call raises `CommandFailed` for what the
+    server refused, and where it does not answer any more."""
 
     def __init__(self, directory: Path, channel: "grpc.Channel") -> None:
         self.directory: Final = directory
