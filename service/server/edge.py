@@ -211,6 +211,7 @@ class Edge:
         async def handle(said: AsyncIterator[bytes], context: Context) -> None:
             try:
                 session = self._session(context)
+                self._check_open(session, sessions.limits)
                 sessions.note_call(session)
                 await _begin(context)
                 await answer(Stream(session, said, context, self._clock, self._times, self._tracing))
@@ -238,12 +239,17 @@ class Edge:
         most = limits.max_calls_per_session
         if session.num_calls >= most:
             raise LimitReached(f"{most} calls are under way", field="max_calls_per_session")
-        if session.num_open > 2 * most:
-            raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
+        self._check_open(session, limits)
         if self._sessions.num_open >= limits.max_calls + limits.max_sessions:
             raise LimitReached(f"{limits.max_calls} calls of all sessions are under way", field="max_calls")
         self._sessions.note_call(session)
         return _Admitted(Call(deadline, session))
+
+    def _check_open(self, session: Session, limits: Limits) -> None:
+        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may."""
+        most = limits.max_calls_per_session
+        if session.num_open > 2 * most:
+            raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
 
     async def _received(self, context: Context, call: Call) -> bytes:
         """The call's message. Raises `UnknownSession` where its session has ended meanwhile: who is lent nothing need

@@ -18,6 +18,7 @@ from hicache.service.errors import LimitReached
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server import edge
 from hicache.service.server.edge import MAX_STREAMS
+from hicache.service.server.session import Session
 from tests.service.http2 import RawChannel
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import NAMESPACE, PAGE, check, store
@@ -100,6 +101,32 @@ def test_long_answers_that_nobody_reads_are_few(tmp_path: Path, monkeypatch: pyt
                 raw.open_window(stream, 1 << 16)
         server.until(lambda _: session.unread_bytes == 0, within_s=WAIT_S)
         assert client.pin(Prompt(NAMESPACE, TOKENS)).num_tokens == PAGE
+
+
+def test_streams_that_nobody_reads_are_no_more_than_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I21, I31: a session has one stream; what is answered to others, until nothing more fits into the socket, is
+    bounded as the answers of its calls are."""
+    with (
+        thread_server(tmp_path, limits__max_calls_per_session=4) as server,
+        connect(server.directory) as good,
+        unread(server) as (client, raw),
+    ):
+        sessions, opened = server.server.sessions, list[int]()
+        note_call = sessions.note_call
+
+        def noted(session: Session) -> None:
+            note_call(session)
+            opened.append(session.num_open)
+
+        monkeypatch.setattr(sessions, "note_call", noted)
+        for _ in range(MAX_STREAMS):
+            raw.call(ATTACH, [], token=client.welcome.token)
+        server.until(lambda _: len(opened) > 0 and max(opened) == 2 * 4 + 1, within_s=WAIT_S)
+        assert check(good, TOKENS) == PAGE
+        ended = statuses(raw, MAX_STREAMS)
+        assert set(ended) == {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert max(opened) == 2 * 4 + 1
+        server.until(lambda inside: inside.sessions.num_open == 2, within_s=WAIT_S)
 
 
 def test_all_sessions_together_have_a_bound_and_those_that_hang_up_count_no_more(tmp_path: Path) -> None:
