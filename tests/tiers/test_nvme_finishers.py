@@ -3,15 +3,20 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from hicache.clock import ManualClock
+from hicache.tier import PageRead
+from hicache.tiers.nvme.findings import Finding
 from hicache.tiers.nvme.io import Scratch
 from hicache.tiers.nvme.lanes import Lanes
-from tests.tiers.contract import run
-from tests.tiers.nvme import SMALL
+from hicache.tiers.nvme.segment import PageGet, SegmentFile
+from tests.stamps import identity_chain, stamp
+from tests.tiers.contract import run, store
+from tests.tiers.faulty_files import HeldFiles
+from tests.tiers.nvme import SMALL, small_tier
 
 WAIT_S = 30.0
 
@@ -175,5 +180,42 @@ def test_without_finishers_lanes_do_it_themselves(monkeypatch: pytest.MonkeyPatc
         assert [await job.landed for job in jobs] == [None, None]
         assert [job.threads for job in jobs] == [["hicache-one-0"] * 2] * 2
         await lanes.stop()
+
+    run(main())
+
+
+def test_a_cancelled_read_returns_only_when_finishers_have_left_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, go = threading.Event(), threading.Event()
+    verify = SegmentFile.verify_pages
+    files = HeldFiles("preadv")
+
+    def held(
+        segment: SegmentFile, gets: Sequence[PageGet], fetched: Sequence[Finding | None], scratch: Scratch
+    ) -> list[Finding]:
+        if "-rest-" in threading.current_thread().name:
+            arrived.set()
+            assert go.wait(WAIT_S)
+        return verify(segment, gets, fetched, scratch)
+
+    async def main() -> None:
+        async with small_tier(SMALL, 3, read_lanes=1, files=files) as tier:
+            slots, identities = tier.allocate(3), identity_chain(3)
+            await store(tier, slots, identities)
+            monkeypatch.setattr(SegmentFile, "verify_pages", held)
+            buffers = [memoryview(bytearray(tier.page_bytes)) for _ in identities]
+            reads = [PageRead(*each) for each in zip(slots.tolist(), [0] * 3, identities, buffers, strict=True)]
+            files.hold()
+            reading = asyncio.get_running_loop().create_task(tier.read(reads[::-1]))  # no neighbours: three jobs
+            await asyncio.to_thread(files.arrived.acquire)
+            files.let_go()
+            assert await asyncio.to_thread(arrived.wait, WAIT_S)
+            for _ in range(3):
+                reading.cancel()
+                await asyncio.sleep(0)
+                assert not reading.done()
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert [bytes(each) for each in buffers] == [stamp(each, SMALL.page_bytes).tobytes() for each in identities]
 
     run(main())
