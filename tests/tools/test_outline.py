@@ -47,7 +47,9 @@ def test_the_largest_branches_are_shown_and_the_others_counted(
             " tokens bytes tiers last use uses leases\n└─ … 3 more prefixes, 28.0 KiB\n\n"
             "… 1 more prefix of smaller namespaces, 4.00 KiB\n"
         )
-        assert shell.json("tree", "--limit", "1")["prefixes"] == []
+        for limits in (["--limit", "1"], ["--limit", "3"], ["--width", "1"], ["--depth", "1"], []):
+            told = shell.json("tree", *limits)
+            assert told["hidden"] + sum(1 + each["hidden"] for each in told["prefixes"]) == 4, limits
         assert [each["depth"] for each in shell.json("tree", "--limit", "10000")["prefixes"]] == [1, 2, 2, 1]
         assert shell("tree", "--limit", "10001")[0] == 2
 

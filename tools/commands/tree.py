@@ -227,16 +227,20 @@ def _mark(tier: str, state: str, style: Style) -> str:
 
 def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
     """The stable form: `{"format": "hicache-tree", "version": 1, "time", "tiers", "num_damaged", "num_prefixes",
-    "num_seen", "prefixes": [...]}`; a prefix has "id", "parent", "depth" (1 for a root), "namespace", "tenant",
-    "title", "text" (with `--text`), "first_token", "num_tokens", "bytes", "subtree_bytes", "subtree_prefixes",
-    "residency", "age_s", "uses", "leases", and "hidden", the number of prefixes below it that the limits hide."""
+    "num_seen", "hidden", "prefixes": [...]}`, where "hidden" is the number of prefixes that the limits hide and that hang
+    below none of those shown; a prefix has "id", "parent", "depth" (1 for a root), "namespace", "tenant", "title", "text"
+    (with `--text`), "first_token", "num_tokens", "bytes", "subtree_bytes", "subtree_prefixes", "residency", "age_s",
+    "uses", "leases", and "hidden", the number of prefixes below it that the limits hide."""
     prefixes: list[dict[str, Any]] = []
     by_id: dict[int, dict[str, Any]] = {}
+    num_hidden = snapshot.hidden_nodes
     for row in (row for tree in snapshot.trees for row in rows(tree, view)):
         node = row.node
         if node is None:
             if row.above is not None:
                 by_id[row.above.node_id]["hidden"] = row.hidden_nodes
+            else:
+                num_hidden += row.hidden_nodes
             continue
         shown = {
             "id": node.node_id, "parent": node.parent, "depth": row.depth, "namespace": node.namespace,
@@ -252,5 +256,5 @@ def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
     return {
         "format": JSON_FORMAT, "version": 1, "time": snapshot.time, "tiers": snapshot.tiers,
         "num_damaged": snapshot.num_damaged, "num_prefixes": snapshot.num_prefixes, "num_seen": snapshot.num_seen,
-        "prefixes": prefixes,
+        "hidden": num_hidden, "prefixes": prefixes,
     }  # fmt: skip
