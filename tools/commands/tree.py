@@ -227,10 +227,10 @@ def _mark(tier: str, state: str, style: Style) -> str:
 
 def to_json(snapshot: Snapshot, view: View) -> dict[str, Any]:
     """The stable form: `{"format": "hicache-tree", "version": 1, "time", "tiers", "num_damaged", "num_prefixes",
-    "num_seen", "hidden", "prefixes": [...]}`, where "hidden" is the number of prefixes that the limits hide and that hang
-    below none of those shown; a prefix has "id", "parent", "depth" (1 for a root), "namespace", "tenant", "title", "text"
-    (with `--text`), "first_token", "num_tokens", "bytes", "subtree_bytes", "subtree_prefixes", "residency", "age_s",
-    "uses", "leases", and "hidden", the number of prefixes below it that the limits hide."""
+    "num_seen", "hidden", "prefixes": [...]}`, where "hidden" is the number of prefixes that the limits hide and that
+    hang below none of those shown; a prefix has "id", "parent", "depth" (1 for a root), "namespace", "tenant", "title",
+    "text" (with `--text`), "first_token", "num_tokens", "bytes", "subtree_bytes", "subtree_prefixes", "residency",
+    "age_s", "uses", "leases", and "hidden", the number of prefixes below it that the limits hide."""
     prefixes: list[dict[str, Any]] = []
     by_id: dict[int, dict[str, Any]] = {}
     num_hidden = snapshot.hidden_nodes
