@@ -19,6 +19,8 @@ from hicache.tier import DEVICE, HOST, NVME, Slots, Tier, TierId
 PATIENCE_S: Final = 2.0
 """How long a tier is asked for room before it has none for now. A slower tier may hang: its copies go on, and what
 nobody needs is dropped instead."""
+LEAST_PATIENCE_S: Final = 0.5
+"""Less time says nothing of a tier: who is in such a hurry gets no room, and nobody's pages are dropped for it."""
 MAX_TRIES: Final = 8
 """Tries to make room in vain that follow one another, while nobody has given anything back. What others move may help,
 so it is tried again; but in a slow tier that is too small for all, two may push out each other's copies for ever."""
@@ -185,7 +187,8 @@ class Room(Moves):
                 # At most half of the time there is: where this makes room for a copy from a faster tier, it is then the
                 # slower tier that is known to be late, and there is time left to do without it.
                 now = self.clock.monotonic()
-                give_up_at = now + min(PATIENCE_S, max(0.0, deadline - now) / 2)
+                patience_s = min(PATIENCE_S, (deadline - now) / 2)
+                give_up_at = now + patience_s if patience_s >= LEAST_PATIENCE_S else deadline
                 try:
                     await self._copy_down(pin, tier_id, target.tier_id, deadline=give_up_at)
                 except DeadlineExceeded:

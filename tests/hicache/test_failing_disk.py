@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from hicache.cache import FAILING_S
+from hicache.errors import DeadlineExceeded
 from hicache.tier import DEVICE, HOST, NVME
 from tests.hicache.worlds import MODEL, OTHER, Setup, UnreadablePage, int32, opened, prompt
 from tests.simulation import Faults, World, run_simulated
@@ -145,5 +146,25 @@ def test_a_published_prefix_on_a_hung_disk_is_a_miss_for_other_tenants() -> None
             await asyncio.sleep(1)
             await setup.quiet()
             setup.check_quiet()
+
+    run_simulated(main, 0)
+
+
+def test_who_is_in_a_hurry_has_nobodys_pages_dropped_for_a_slow_disk() -> None:
+    async def main(world: World) -> None:
+        async with opened(world, device_pages=16, host_pages=16) as setup:
+            prompts = [prompt(number, 33) for number in (1, 2, 3)]
+            for tokens in prompts:
+                await setup.request().run(tokens)
+            cache = setup.cache
+            assert setup.nvme is not None
+            cache.free({DEVICE: await cache.allocate(DEVICE, 16, deadline=world.monotonic() + 10)})
+            async with setup.nvme.hold(after_pages=0):
+                for num_pages in (11, 13, 15):
+                    with pytest.raises(DeadlineExceeded):
+                        await cache.allocate(HOST, num_pages, deadline=world.monotonic() + 0.2)
+            await setup.quiet()
+            found = [cache.coverage(cache.tree.match(MODEL, int32(tokens))).num_tokens for tokens in prompts]
+            assert found == [32] * 3
 
     run_simulated(main, 0)
