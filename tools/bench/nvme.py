@@ -56,7 +56,7 @@ from hicache.tools.bench.scratch import check_directory, scratch_directory
 
 GOAL: Final = 0.95
 """Share of the raw loop's bandwidth that the tier is to reach, checksums included."""
-DEPTH_ROUNDS: Final = 3
+DEPTH_ROUNDS: Final = 5
 """Rounds in which every depth is tried."""
 FILE_ROUNDS: Final = 3
 ENTER_ROUNDS: Final = 5
@@ -245,6 +245,8 @@ class _Bench:
             rates = {depth: self._median(f"{way}.depth{depth}") for depth in DEPTHS}
             self._depth[way] = max(rates, key=rates.__getitem__)
             self.best_rate[way] = max(rates.values())
+            tried = ", ".join(f"{depth}: {rate:.2f}" for depth, rate in rates.items())
+            self._note(f"{self._load.name}: the raw loop, {way}, GB/s by depth: {tried}")
 
     async def _write(
         self, tier: TierSide, raw: RawSide, num_batches: int, index: int, *, reuse: bool, tier_first: bool
