@@ -39,7 +39,8 @@ answer with what there is then still arrives."""
 LOOKAHEAD_BYTES: Final = 256 << 10
 """What a connection may hold of a message that is not being received yet."""
 MAX_UNREAD_BYTES: Final = 8 << 20
-"""Replies of a session that its client has not read: where there are more, no call of it is carried out."""
+"""Replies of a session that its client has not read: where there are more, no call of it is carried out until it has
+read some."""
 COUNTED_BYTES: Final = 64 << 10
 """Shorter replies are not counted there: what calls may be under way bounds them well enough."""
 MAX_STREAMS: Final = 256
@@ -252,18 +253,22 @@ class Edge:
             raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
 
     async def _received(self, context: Context, call: Call) -> bytes:
-        """The call's message. Raises `UnknownSession` where its session has ended meanwhile: who is lent nothing need
-        give nothing back."""
-        if call.owner is None:
+        """The call's message, once the session's long replies are read. Raises `UnknownSession` where its session has
+        ended meanwhile: who is lent nothing need give nothing back."""
+        owner = call.owner
+        if owner is None:
             return await self._intake.receive(context, self._common_turns)
-        data = await self._intake.receive(context, call.owner.turns)
-        if call.owner.ended.is_set():
+        data = await self._intake.receive(context, owner.turns)
+        try:
+            # Who asks for many pieces at once over a slow connection waits here for those before.
+            while owner.unread_bytes > MAX_UNREAD_BYTES and not owner.ended.is_set():
+                owner.was_read.clear()
+                await owner.was_read.wait()
+            if owner.ended.is_set():
+                raise UnknownSession("it has ended while the message came")
+        except BaseException:
             self._intake.let_go(data)
-            raise UnknownSession("it has ended while the message came")
-        if call.owner.unread_bytes > MAX_UNREAD_BYTES:
-            self._intake.let_go(data)
-            problem = f"{call.owner.unread_bytes} bytes of earlier answers were not read"
-            raise LimitReached(problem, field="unread_bytes")
+            raise
         return data
 
     def _note_reply(self, call: Call, reply: bytes) -> None:

@@ -109,6 +109,8 @@ class Session:
     """Calls that gRPC has not done with: those under way, those whose answers were not read, and the stream."""
     unread_bytes: int = 0
     """Of long replies that gRPC has not done with."""
+    was_read: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when one of these was read, or the session has ended."""
     num_pages: int = 0
     """Arena pages that leases and reservations keep in place."""
     num_pinned: int = 0

@@ -120,6 +120,7 @@ class Sessions:
 
         def done(_: object) -> None:
             session.unread_bytes -= num_bytes
+            session.was_read.set()
 
         session.unread_bytes += num_bytes
         _current_task().add_done_callback(done)
@@ -165,6 +166,7 @@ class Sessions:
         if session.num_open:
             self._unread.add(session)
         session.ended.set()
+        session.was_read.set()
         session.news.set()
 
     def drain(self) -> None:
