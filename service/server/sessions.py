@@ -73,6 +73,8 @@ class Sessions:
         """Sessions that have ended while gRPC has not done with theirs: they count on, as their clients have not read
         what was answered, and gRPC keeps it until they have or hang up."""
         self._staged_bytes = 0
+        self._num_counted = 0
+        """Sessions that there are, or are about to be."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_key.values()))
@@ -83,18 +85,21 @@ class Sessions:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def reserve_staging(self, num_bytes: int) -> None:
-        """Count staging memory that is about to be allocated, before it is. Raises `LimitReached`, `Draining`."""
+        """Count a session that is about to begin, and its staging memory, before that is allocated. Raises
+        `LimitReached`, `Draining`."""
         if self.is_draining:
             raise Draining("the server is about to stop")
-        if (num_held := len(self) + self.num_unread) >= self.limits.max_sessions:
+        if (num_held := self._num_counted + self.num_unread) >= self.limits.max_sessions:
             raise LimitReached(f"{num_held} are all that there may be", field="max_sessions")
         if self._staged_bytes + num_bytes > self.limits.total_staging_bytes:
             raise LimitReached(f"all sessions have {self._staged_bytes} bytes already", field="total_staging_bytes")
         self._staged_bytes += num_bytes
+        self._num_counted += 1
 
     def unreserve_staging(self, num_bytes: int) -> None:
         """Take back what `reserve_staging` counted: no session came of it, or it has ended."""
         self._staged_bytes -= num_bytes
+        self._num_counted -= 1
 
     @property
     def num_unread(self) -> int:
@@ -159,8 +164,8 @@ class Sessions:
             os.close(session.pidfd)
         for number in [*session.leases, *session.reservations]:
             self.release(session, number)
+        self.unreserve_staging(session.staging.num_slots * session.staging.stride if session.staging else 0)
         if session.staging is not None:
-            self.unreserve_staging(session.staging.num_slots * session.staging.stride)
             session.staging.close()
         session.handles.clear()
         if session.num_open:

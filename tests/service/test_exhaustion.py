@@ -3,14 +3,18 @@
 import asyncio
 import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hicache.errors import HicacheError
+from hicache.service import wire
 from hicache.service.client import Client, Durability, Prompt, connect, connect_async
+from hicache.service.client.transport import say_hello
 from hicache.service.errors import LimitReached
-from tests.service.serving import ServerProcess, arguments, thread_server
+from hicache.service.proto import hicache_pb2 as pb
+from tests.service.serving import WAIT_S, ServerProcess, arguments, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
 from tests.service.test_deadlines import hung_disk, leave_the_host
 
@@ -94,3 +98,20 @@ def test_staging_memory_is_bounded_and_comes_back(tmp_path: Path) -> None:
         with connect(server.directory) as third:
             assert store(third, range(PAGE)) == PAGE
         assert check(first, range(PAGE)) == PAGE
+
+
+def test_sessions_that_begin_at_the_same_moment_are_no_more_than_there_may_be(tmp_path: Path) -> None:
+    """I21: also while the staging memory of each is being made."""
+
+    def hello(_: int) -> int:
+        try:
+            _welcome, fds = say_hello(server.directory, pb.Hello(protocol=wire.PROTOCOL, staging_bytes=4096), WAIT_S)
+        except LimitReached:
+            return 0
+        for fd in fds:
+            os.close(fd)
+        return 1
+
+    with thread_server(tmp_path, limits__max_sessions=2) as server, ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(hello, range(32))) == 2
+        assert server.call(lambda inside: len(inside.sessions)) == 2
