@@ -439,7 +439,9 @@ class Scheduler:
             Link(given, name=name, staging_bytes=staging, check=check)
             for name, staging in (("s", 0), ("w", given.staging_bytes))
         ]
-        self.scheduling = Scheduling(self.identity, GROUPS, self.links[0], 5.0)
+        self.scheduling = Scheduling(
+            self.identity, GROUPS, self.links[0], lookup_timeout_s=5.0, load_timeout_s=given.load_timeout_s
+        )
         self.transfers = Transfers(
             self.links[1], Blocks(GROUPS, self.memory, NUM_BLOCKS), given, page_size=BLOCK, rank=0
         )

@@ -35,6 +35,7 @@ from tests.service.test_vllm import (
 WINDOW: Final = 2 * BLOCK
 GROUPS: Final = Groups.of(cache_config(group("a"), group("b", kind=spec(SlidingWindowSpec, sliding_window=WINDOW))))
 TOKENS: Final = list(range(6 * BLOCK))
+LOAD_S: Final = 5.0
 
 
 @pytest.fixture
@@ -56,6 +57,10 @@ def identity() -> Identity:
     return told(Identity.of(engine_config(), GROUPS, b"f" * 32, "w"))
 
 
+def scheduling_of(link: Link, groups: Groups = GROUPS) -> Scheduling:
+    return Scheduling(identity(), groups, link, lookup_timeout_s=5.0, load_timeout_s=LOAD_S)
+
+
 def step(request: Request, blocks: Sequence[list[int]], num_scheduled: int, *, new: Sequence[Any] = ()) -> Any:
     """A step of vLLM's that computes so many tokens of one request. `new`: blocks of requests that begin."""
     return SimpleNamespace(
@@ -75,7 +80,7 @@ def step(request: Request, blocks: Sequence[list[int]], num_scheduled: int, *, n
 
 
 def test_a_page_is_saved_with_all_its_layers_or_not_at_all(link: Link) -> None:
-    scheduling = Scheduling(identity(), GROUPS, link, 5.0)
+    scheduling = scheduling_of(link)
     request = Request("r", list(TOKENS))
     assert scheduling.matched(request, 4 * BLOCK) == 0, "vLLM has four pages, of which it needs two"
     request.num_computed = 4 * BLOCK
@@ -88,30 +93,61 @@ def test_a_page_is_saved_with_all_its_layers_or_not_at_all(link: Link) -> None:
 
 
 def test_what_a_step_writes_to_for_the_first_time_is_told(link: Link) -> None:
-    scheduling = Scheduling(identity(), GROUPS, link, 5.0)
+    scheduling = scheduling_of(link)
     request = Request("r", list(TOKENS))
     scheduling.matched(request, 0)
     plan = scheduling.plan(step(request, [[1], [2]], 1, new=[([11, 12], [13, 0])]))
     assert plan.overwritten == {11, 12, 13, 40}
     alone = Groups.of(cache_config(group("a", "b")))
-    plan = Scheduling(identity(), alone, link, 5.0).plan(step(request, [[1]], 1, new=[([11, 12],)]))
+    plan = scheduling_of(link, alone).plan(step(request, [[1]], 1, new=[([11, 12],)]))
     assert not plan.overwritten, "blocks of full attention stay until their request has ended"
 
 
-def test_of_a_load_that_failed_what_had_come_is_loaded_once_more(link: Link) -> None:
+def store(link: Link) -> tuple[list[int], ...]:
+    """Have the pages of `TOKENS` in the sidecar; the blocks, of each group, that they were in."""
     blocks, num_pages = HeldBlocks(), len(TOKENS) // BLOCK
     blocks.let_through.set()
     ids = tuple(tuple(range(first, first + num_pages)) for first in (1, 20))
     transfers = Transfers(link, blocks, Settings(), page_size=BLOCK, rank=0)
     transfers.begin_saves(Plan(saves=[saved("before", list(TOKENS), ids)]))
     transfers.close()
-    scheduling = Scheduling(identity(), GROUPS, link, 5.0)
-    request = Request("r", [*TOKENS, 0])
+    return tuple(map(list, ids))
+
+
+def test_of_a_load_that_failed_what_had_come_is_loaded_once_more(link: Link) -> None:
+    ids, scheduling, request = store(link), scheduling_of(link), Request("r", [*TOKENS, 0])
     for _ in range(2):
         assert scheduling.matched(request, 0) == len(TOKENS)
-        scheduling.allocated(request, tuple(map(list, ids)), len(TOKENS))
+        scheduling.allocated(request, ids, len(TOKENS))
         scheduling.ended(["r"], ())  # vLLM has taken back all that the request had
     assert scheduling.matched(request, 0) == 0
+
+
+def test_a_second_load_has_what_the_first_has_left_of_its_time(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("hicache.service.engines.vllm.scheduling.time", clock)
+    ids, scheduling, request = store(link), scheduling_of(link), Request("r", [*TOKENS, 0])
+
+    def load(*, takes_s: float) -> float:
+        """A load that fails; how long it might have taken."""
+        assert scheduling.matched(request, 0) == len(TOKENS)
+        scheduling.allocated(request, ids, len(TOKENS))
+        [planned] = scheduling.plan(step(request, ids, 0)).loads
+        clock.now += takes_s
+        scheduling.ended([request.request_id], ())
+        return planned.timeout_s
+
+    assert load(takes_s=2.0) == LOAD_S
+    clock.now += 1.0  # until vLLM has blocks for it again
+    assert load(takes_s=2.0) == LOAD_S - 3.0
+    preempted = step(request, ids, 0)
+    preempted.preempted_req_ids = {"r"}
+    scheduling.plan(preempted)
+    assert load(takes_s=LOAD_S) == LOAD_S, "it is begun anew"
+    request = Request("on a disk that hangs", [*TOKENS, 0])
+    assert load(takes_s=LOAD_S) == LOAD_S
+    assert scheduling.matched(request, 0) == 0, "it has waited long enough"
 
 
 class HeldBlocks(Blocks):
@@ -161,7 +197,7 @@ def test_blocks_that_others_are_given_are_not_saved_as_what_they_were(link: Link
     namespace = identity().of_request(Request("one", first))
     assert namespace is not None
     assert link.call(lambda client: client.lookup(Prompt(namespace, second)).num_tokens) == 0
-    load = Load("again", namespace, saved("one", first, ()).new_tokens, 0, ((20, 21), (0, 23)))
+    load = Load("again", namespace, saved("one", first, ()).new_tokens, 0, ((20, 21), (0, 23)), LOAD_S)
     transfers.begin_loads(Plan(loads=[load]))
     loaded: set[str] = set()
     while not loaded:

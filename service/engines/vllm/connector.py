@@ -92,7 +92,13 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         format_id = format_of(vllm_config, kv_cache_config, groups, machine, vllm.__version__)
         identity = Identity.of(vllm_config, groups, format_id, self._settings.weights)
         self._link = self._new_link("scheduler", staging_bytes=0, groups=groups)
-        self._scheduling = Scheduling(identity, groups, self._link, self._settings.lookup_timeout_s)
+        self._scheduling = Scheduling(
+            identity,
+            groups,
+            self._link,
+            lookup_timeout_s=self._settings.lookup_timeout_s,
+            load_timeout_s=self._settings.load_timeout_s,
+        )
         if self._has_events:
             self._announcements = Announcements(
                 groups.block_size, vllm_config.parallel_config.tensor_parallel_size

@@ -24,6 +24,8 @@ class Load:
     first_page: int
     blocks: BlockIds
     """Where the pages from `first_page` on go."""
+    timeout_s: float
+    """How long the request waits for them, from when the worker's side is told."""
 
 
 @dataclass(frozen=True, slots=True)

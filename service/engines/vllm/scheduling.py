@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
+from math import inf
 from typing import Any, Final
 
 from hicache.namespace import Namespace
@@ -35,12 +36,14 @@ class Tracked:
     found_tokens: int = 0
     runs: tuple[tuple[str, int], ...] = ()
     """Where those are: tiers of the sidecar, each with how many tokens, from the first on."""
-    found_at: float = float("-inf")
+    found_at: float = -inf
     wanted: tuple[int, int] = (0, 0)
     """Pages that the last answer to vLLM offered: from, to."""
     loads_left: int = 1
     """A load that failed is not tried again, but for what had come: the rest is computed. One more after each
     preemption."""
+    load_by: float = inf
+    """When it has waited for pages long enough, in all loads since it was begun or preempted."""
     num_full: int = 0
     """Pages that are cached, or that a save was planned for."""
     num_sent: int = 0
@@ -58,12 +61,15 @@ class Tracked:
 class Scheduling:
     """The requests of one engine. Belongs to its scheduling thread."""
 
-    def __init__(self, identity: Identity, groups: Groups, link: Link, lookup_timeout_s: float) -> None:
+    def __init__(
+        self, identity: Identity, groups: Groups, link: Link, *, lookup_timeout_s: float, load_timeout_s: float
+    ) -> None:
         self._identity: Final = identity
         self._groups: Final = groups
         self._block_size: Final = groups.block_size
         self._link: Final = link
         self._lookup_timeout_s: Final = lookup_timeout_s
+        self._load_timeout_s: Final = load_timeout_s
         self.counts: Final = Counts()
         self._tracked: Final[dict[str, Tracked | None]] = {}
         self._loads: list[Load] = []
@@ -80,7 +86,7 @@ class Scheduling:
         if request.request_id not in self._tracked and not self._identity.is_settled(request):
             return None
         tracked = self._of(request)
-        if tracked is None or tracked.is_retired or not tracked.loads_left:
+        if tracked is None or tracked.is_retired or not tracked.loads_left or time.monotonic() >= tracked.load_by:
             return 0
         size = self._block_size
         first, most = num_computed // size, (int(request.num_tokens) - 1) // size
@@ -137,10 +143,11 @@ class Scheduling:
         end = first + num_external // self._block_size
         tracked.loads_left -= 1
         tracked.is_loading = True
-        tokens = pack_int32(request.all_token_ids[: end * self._block_size])
-        self._loads.append(
-            Load(request.request_id, tracked.namespace, bytes(tokens), first, self._blocks(block_ids, first, end))
-        )
+        now = time.monotonic()
+        tracked.load_by = min(tracked.load_by, now + self._load_timeout_s)
+        tokens = bytes(pack_int32(request.all_token_ids[: end * self._block_size]))
+        blocks, timeout_s = self._blocks(block_ids, first, end), max(0.0, tracked.load_by - now)
+        self._loads.append(Load(request.request_id, tracked.namespace, tokens, first, blocks, timeout_s))
 
     def sources(self, request: Any, num_external: int) -> dict[str, int]:
         """Which tier of the sidecar had how many of the tokens that are loaded, as of the lookup."""
@@ -167,6 +174,7 @@ class Scheduling:
             if tracked is not None:
                 # Its saves under way are given up, and it may load what it had.
                 tracked.loads_left += 1
+                tracked.load_by = inf
                 tracked.num_full = 0
         loads, self._loads = self._loads, []
         unreported, self._unreported = self._unreported, []
@@ -248,7 +256,7 @@ class Scheduling:
                 if not tracked.request.num_computed_tokens and not tracked.is_second:
                     tracked.is_second = True
                     tracked.loads_left += 1
-                    tracked.found_at = float("-inf")
+                    tracked.found_at = -inf
                 if tracked.num_full == tracked.wanted[1]:
                     # What could not be had is computed, and saved then.
                     tracked.num_full = min(tracked.num_full, tracked.request.num_computed_tokens // self._block_size)

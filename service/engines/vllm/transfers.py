@@ -96,11 +96,11 @@ class Transfers:
     def begin_loads(self, plan: Plan) -> None:
         """Begin to fill blocks that vLLM has set aside."""
         # From now on: a load that waits for others, as of a disk that does not answer, has no more time than they.
-        deadline = time.monotonic() + self._settings.load_timeout_s
+        now = time.monotonic()
         for load in plan.loads:
             with self._lock:
                 self._num_loads += 1
-            self._loader.submit(self._carry_out_load, load, self._blocks.fence(), deadline)
+            self._loader.submit(self._carry_out_load, load, self._blocks.fence(), now + load.timeout_s)
 
     def begin_saves(self, plan: Plan) -> None:
         """Begin to save blocks that the work queued until now fills."""
