@@ -12,6 +12,7 @@ and one thread copies alone where that was measured to be faster (`pace.py`).
 import asyncio
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -74,34 +75,8 @@ class Copying:
     async def copy(self, staging: Staging, sources: Slots, slots: Slots, *, has_crcs: bool) -> Copies:
         """Copy staging slots to slots of the arena that are the caller's. Returns, even when cancelled, only after
         every thread has ended: until then both are in use."""
-        host, num_pages, page_bytes = self._host, len(slots), self._host.page_bytes
-        from_slots, to_slots, todo = sources.tolist(), slots.tolist(), iter(range(num_pages))
-        staged, pages = staging.pages(page_bytes), host.array[:, :page_bytes]
-        wholes, sums, crcs = [0] * num_pages, [b""] * num_pages, [0] * num_pages
-        has_sums, is_long = host.num_sums > 0, page_bytes > PIECE_BYTES
-
-        def copy_some(num_others: int) -> None:
-            # The next thread is woken by this one, not by the loop: whoever has not begun when all is done can be left
-            # out, where the loop would have to wait for it.
-            other = self._threads.submit(copy_some, num_others - 1) if num_others else None
-            try:
-                # Each thread takes the next page that none has: that is one step under the interpreter's lock.
-                for index in todo:
-                    page = pages[to_slots[index]]
-                    if has_sums:
-                        np.copyto(page, staged[from_slots[index]])
-                        sums[index] = host.take_sums(to_slots[index])
-                    elif is_long:
-                        wholes[index] = pieces_checksum(_copied(staged[from_slots[index]], page))
-                    else:
-                        np.copyto(page, staged[from_slots[index]])
-                        wholes[index] = payload_checksum(page.data)
-                    if has_crcs:
-                        crcs[index] = checksum(page.data)
-            finally:
-                if other is not None and not other.cancel():
-                    other.result()
-
+        num_pages, page_bytes = len(slots), self._host.page_bytes
+        work = _Work(self._threads, self._host, staging.pages(page_bytes), sources, slots, has_crcs=has_crcs)
         num_bytes = num_pages * page_bytes
         num_threads = min(num_pages, max(1, num_bytes // CHUNK_BYTES))
         if is_enough := num_threads >= self._max_threads:
@@ -110,15 +85,16 @@ class Copying:
         self._num_begun = num_begun = self._num_begun + 1
         staging.hold()
         try:
-            await _ended(asyncio.get_running_loop().run_in_executor(self._threads, copy_some, num_threads - 1))
+            await _ended(asyncio.get_running_loop().run_in_executor(self._threads, work.do_some, num_threads - 1))
         finally:
             staging.let_go()
             self._num_ended += 1
         if is_enough and is_alone and self._num_begun == num_begun:
             self._pace.took(num_threads, num_bytes, self._clock.monotonic() - began)
-        self._wholes[slots] = list(map(whole_sum, sums)) if has_sums else wholes
-        self._generations[slots] = host.generations(slots)
-        return Copies(sums if has_sums else None, crcs)
+        has_sums = self._host.num_sums > 0
+        self._wholes[slots] = list(map(whole_sum, work.sums)) if has_sums else work.wholes
+        self._generations[slots] = self._host.generations(slots)
+        return Copies(work.sums if has_sums else None, work.crcs)
 
     async def is_whole(self, slots: Slots) -> list[bool | None]:
         """Whether arena pages still have the checksums that they had when they were copied, one a slot, which nobody
@@ -130,6 +106,65 @@ class Copying:
             return [payload_checksum(self._host.view(slot)) == whole if each else None for slot, whole, each in known]
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, compare)
+
+
+class _Work:
+    """Pages to be copied, of which each thread takes the next one. Nothing that lasts refers to it."""
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        host: HostTier,
+        staged: npt.NDArray[np.uint8],
+        sources: Slots,
+        slots: Slots,
+        *,
+        has_crcs: bool,
+    ) -> None:
+        """`staged`: all of staging memory, uint8 `[slots, page_bytes]`. `sources`, `slots`: rows there, and slots of
+        the arena."""
+        num_pages = len(slots)
+        self.wholes: Final = [0] * num_pages
+        """Checksums of whole pages, where the arena keeps none."""
+        self.sums: Final = [b""] * num_pages
+        """All checksums of pages, where it keeps them."""
+        self.crcs: Final = [0] * num_pages
+        self._threads: Final = threads
+        self._host: Final = host
+        self._staged: Final = staged
+        self._from_slots: Final[list[int]] = sources.tolist()
+        self._to_slots: Final[list[int]] = slots.tolist()
+        self._todo: Final = iter(range(num_pages))
+        self._has_crcs: Final = has_crcs
+
+    def do_some(self, num_others: int) -> None:
+        """In a thread: copy pages until none is left, with so many other threads."""
+        # The next thread is woken by this one, not by the loop: whoever has not begun when all is done can be left
+        # out, where the loop would have to wait for it.
+        other = self._threads.submit(self.do_some, num_others - 1) if num_others else None
+        try:
+            self._copy()
+        finally:
+            if other is not None and not other.cancel():
+                other.result()
+
+    def _copy(self) -> None:
+        host, staged, from_slots, to_slots = self._host, self._staged, self._from_slots, self._to_slots
+        page_bytes, has_sums, has_crcs = host.page_bytes, host.num_sums > 0, self._has_crcs
+        pages, is_long = host.array[:, :page_bytes], page_bytes > PIECE_BYTES
+        # Each thread takes the next page that none has: that is one step under the interpreter's lock.
+        for index in self._todo:
+            page = pages[to_slots[index]]
+            if has_sums:
+                np.copyto(page, staged[from_slots[index]])
+                self.sums[index] = host.take_sums(to_slots[index])
+            elif is_long:
+                self.wholes[index] = pieces_checksum(_copied(staged[from_slots[index]], page))
+            else:
+                np.copyto(page, staged[from_slots[index]])
+                self.wholes[index] = payload_checksum(page.data)
+            if has_crcs:
+                self.crcs[index] = checksum(page.data)
 
 
 async def _ended(work: "asyncio.Future[None]") -> None:
