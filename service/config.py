@@ -37,7 +37,8 @@ class Limits:
 
     max_sessions: int = 64
     max_calls: int = 1024
-    """Calls under way, over all sessions, those included whose answers were not read."""
+    """Calls under way, over all sessions, those included whose answers were not read. Where there are so many, a
+    session may still have its share of them, one `max_sessions`-th and at least one."""
     max_calls_per_session: int = 64
     max_tokens: int = 1 << 20
     """Tokens of one prompt."""

@@ -212,7 +212,7 @@ class Edge:
         async def handle(said: AsyncIterator[bytes], context: Context) -> None:
             try:
                 session = self._session(context)
-                self._check_open(session, sessions.limits)
+                self._check_open(session, sessions)
                 sessions.note_call(session)
                 await _begin(context)
                 await answer(Stream(session, said, context, self._clock, self._times, self._tracing))
@@ -240,17 +240,22 @@ class Edge:
         most = limits.max_calls_per_session
         if session.num_calls >= most:
             raise LimitReached(f"{most} calls are under way", field="max_calls_per_session")
-        self._check_open(session, limits)
-        if self._sessions.num_open >= limits.max_calls + limits.max_sessions:
-            raise LimitReached(f"{limits.max_calls} calls of all sessions are under way", field="max_calls")
+        self._check_open(session, self._sessions)
         self._sessions.note_call(session)
         return _Admitted(Call(deadline, session))
 
-    def _check_open(self, session: Session, limits: Limits) -> None:
-        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may."""
+    def _check_open(self, session: Session, sessions: Sessions) -> None:
+        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may; or as many of all of
+        them, and more than its share of the session."""
+        limits = sessions.limits
         most = limits.max_calls_per_session
         if session.num_open > 2 * most:
             raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
+        # Who has few is refused for nobody's sake: all shares together are as much again.
+        share = max(1, limits.max_calls // limits.max_sessions)
+        if session.num_open > share and sessions.num_open >= limits.max_calls + limits.max_sessions:
+            problem = f"{limits.max_calls} calls of all sessions are under way, and more than {share} are this one's"
+            raise LimitReached(problem, field="max_calls")
 
     async def _received(self, context: Context, call: Call) -> bytes:
         """The call's message, once the session's long replies are read. Raises `UnknownSession` where its session has

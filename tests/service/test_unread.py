@@ -2,8 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ from hicache.service.errors import LimitReached
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server import edge
 from hicache.service.server.edge import MAX_STREAMS
+from hicache.service.server.process import Server
 from hicache.service.server.session import Session
 from tests.service.http2 import RawChannel
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
@@ -36,7 +37,8 @@ ASK: Final = pb.LookupRequest(
 def unread(server: ThreadServer, *, window: int = 0) -> Iterator[tuple[Client, RawChannel]]:
     """A session with a page that can be looked up, and a connection whose answers nobody reads unless told to."""
     with connect(server.directory) as client, RawChannel(server.directory / wire.DATA_SOCKET, window=window) as raw:
-        store(client, TOKENS)
+        if not client.lookup(Prompt(NAMESPACE, TOKENS)).num_tokens:
+            store(client, TOKENS)
         yield client, raw
 
 
@@ -135,8 +137,9 @@ def test_all_sessions_together_have_a_bound_and_those_that_hang_up_count_no_more
             for _ in range(4):
                 raw.call(LOOKUP, [ASK], token=client.welcome.token)
             server.until(lambda inside: inside.sessions.num_open == 4 + 2, within_s=WAIT_S)
-            with pytest.raises(LimitReached, match="max_calls"):
-                good.pin(Prompt(NAMESPACE, TOKENS))
+            with pytest.raises(LimitReached, match="max_calls:"):
+                client.pin(Prompt(NAMESPACE, TOKENS))
+            assert check(good, TOKENS) == PAGE
             client.close()
             server.until(lambda inside: len(inside.sessions) == 1 == inside.sessions.num_unread, within_s=WAIT_S)
             with pytest.raises(LimitReached, match="max_sessions"):
@@ -145,6 +148,33 @@ def test_all_sessions_together_have_a_bound_and_those_that_hang_up_count_no_more
         assert check(good, TOKENS) == PAGE
         with connect(server.directory) as another:
             assert check(another, TOKENS) == PAGE
+
+
+def test_others_that_have_all_calls_leave_each_session_its_share(tmp_path: Path) -> None:
+    """I21, I31, I33: the bound is for those above their share; all shares together are no more than it again."""
+    limits = {"limits__max_calls": 16, "limits__max_sessions": 4}
+    with thread_server(tmp_path, **limits) as server, connect(server.directory) as good, ExitStack() as stack:
+        num_open = 1
+        for number, num_served in enumerate((16 + 4 - 2, 16 // 4, 16 // 4), 1):
+            client, raw = stack.enter_context(unread(server))
+            num_open += 1
+            server.until(_has_open(num_open), within_s=WAIT_S)
+            for _ in range(30):
+                raw.call(LOOKUP, [ASK], token=client.welcome.token)
+            refused = 30 - num_served
+            assert statuses(raw, refused) == {grpc.StatusCode.RESOURCE_EXHAUSTED: refused}
+            with pytest.raises(LimitReached, match="max_calls:"):
+                client.pin(Prompt(NAMESPACE, TOKENS))
+            num_open += num_served
+            server.until(_has_open(num_open), within_s=WAIT_S)
+            tokens = range(1000 * number, 1000 * number + PAGE)
+            assert store(good, tokens) == check(good, tokens) == PAGE
+            assert good.pin(Prompt(NAMESPACE, tokens)).num_tokens == PAGE
+        assert num_open <= 2 * (16 + 4)
+
+
+def _has_open(num_open: int) -> Callable[[Server], bool]:
+    return lambda inside: inside.sessions.num_open == num_open
 
 
 def test_a_connection_that_is_not_read_is_closed(tmp_path: Path) -> None:
