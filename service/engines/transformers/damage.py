@@ -34,6 +34,9 @@ def around_damage(requests: "Sequence[Request]", run: Callable[[], T]) -> T:
     num_reopens = 0
     while True:
         try:
+            # All of them first: what is cached for one is not evicted while another one's is computed.
+            for request in requests:
+                request.open_again()
             for request, length in zip(requests, lengths, strict=True):
                 request.restore(length)
             return run()

@@ -59,6 +59,8 @@ class Request:
         self._progress: Progressing | None = None
         self._last_logits: torch.Tensor | None = None
         self._keep_logits = False
+        self._back_to: int | None = None
+        """Its length before damage, until the sequence has been opened anew; None else."""
         self._closed = False
         self._cache: Final = RequestCache(self)
 
@@ -88,8 +90,8 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is there."""
-        return self._sequence.length
+        """Tokens whose KV is there; after damage, those whose KV was: the next call computes again what is lost."""
+        return self._sequence.length if self._back_to is None else self._back_to
 
     @property
     def num_pending(self) -> int:
@@ -179,6 +181,7 @@ class Request:
             if self._forward is not None:
                 raise BadRequest("request", "cannot be closed in another thread's forward pass")
             self._closed = True
+            self._back_to = None
             self._sequence.close()
 
     def __enter__(self) -> Self:
@@ -271,6 +274,7 @@ class Request:
 
     def look_again(self) -> None:
         """Find what others have computed of the prompt since the request was opened, unless it has begun already."""
+        self.open_again()
         if self.length == self.cached and self.num_pending > self.engine.layout.page_size and not self.is_loading:
             found = self.engine.cache.match(self._namespace, self._tokens[:-1]).num_tokens
             if found > self.length:
@@ -278,11 +282,19 @@ class Request:
                 self._opened_with = self._sequence
 
     def go_back(self, length: int, salt: bytes | None) -> None:
-        """Go on from what the cache still has of the first `length` tokens, apart from others if a salt is given."""
+        """From `open_again` on, go on from what the cache still has of the first `length` tokens, apart from others if
+        a salt is given."""
         if salt is not None:
             self._namespace = dataclasses.replace(self._namespace, salt=salt)
+        self._back_to = length
+
+    def open_again(self) -> None:
+        """Open the sequence anew, if the request went back. Raises what `HiCache.sequence` raises; whoever calls next
+        tries it again."""
+        if self._back_to is None:
+            return
         # One more, if it is known: of a prompt the last token is never found.
-        self._reopen(self._tokens[: length + 1])
+        self._reopen(self._tokens[: self._back_to + 1])
         self.num_lost = max(self.num_lost, self.cached - self._sequence.num_cached)
         if self._progress is not None:
             self._progress.restart(self.length)
@@ -298,9 +310,11 @@ class Request:
             self._is_restoring = False
 
     def _reopen(self, tokens: Tokens) -> None:
-        """Go on from what the cache has now of these tokens."""
+        """Go on from what the cache has now of these tokens. If it raises, the request has still gone back."""
+        self._back_to = self.length
         self._sequence.close()
         self._sequence = self.engine.cache.sequence(self._namespace, tokens, timeout_s=self._timeout_s, by_layer=True)
+        self._back_to = None
 
     @property
     def is_loading(self) -> bool:
@@ -313,6 +327,7 @@ class Request:
 
         Passes end at page borders where they can: then no pass needs more pages than its tokens fill.
         """
+        self.open_again()
         page_size = self.engine.layout.page_size
         logits: torch.Tensor | None = None
         with torch.no_grad():
