@@ -13,6 +13,7 @@ half-copied page nor a lost slot. What the client changes in its staging memory 
 import asyncio
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,7 +33,8 @@ from hicache.tiers.host import HostTier
 from hicache.tokens import check_ids
 
 MAX_KEPT_BYTES: Final = 256 << 20
-"""Token ids of reservations and of promises behind replies, at most: each keeps those from the root on."""
+"""Token ids of reservations and of promises behind replies: each keeps those from the root on. Where there are so many,
+a session may still have its share of as many again, one `max_sessions`-th; beyond twice so many nobody has any."""
 BEHIND_S: Final = 60.0
 """How long a promise behind the reply may take before it counts as lost."""
 
@@ -60,6 +62,8 @@ class Storing:
         self.bytes_stored = 0
         """Bytes that they copied."""
         self._kept_bytes = 0
+        self._kept_of: Final = Counter[int]()
+        """The same by session's number; those that have ended may still keep some."""
         self._host: Final = host
         self._start: Final = start
         self.copying: Final = Copying(host, cache.clock)
@@ -122,7 +126,47 @@ class Storing:
         lease: Lease,
         deadline: float,
     ) -> tuple[Reservation | None, "pb.Reason"]:
-        """Slots for the pages from `first_page` on, as many as can be had, and why they are fewer."""
+        """Slots for the pages from `first_page` on, as many as can be had, and why they are fewer. The tokens count as
+        kept from now on: other calls do not find the same room meanwhile."""
+        number, num_bytes = session.number, tokens.nbytes
+        if not self._may_keep(number, num_bytes):
+            return None, pb.REASON_LIMIT
+        self._note_kept(number, num_bytes)
+        try:
+            reservation, reason = await self._take_slots(
+                session, namespace_id, namespace, tokens, first_page, lease, deadline
+            )
+        finally:
+            self._note_kept(number, -num_bytes)
+        if reservation is not None:
+            self._note_kept(number, reservation.tokens.nbytes)
+            # Not when it ends: a promise behind the reply keeps it until the pages are durable.
+            weakref.finalize(reservation, self._note_kept, number, -reservation.tokens.nbytes).atexit = False
+        return reservation, reason
+
+    def _may_keep(self, number: int, num_bytes: int) -> bool:
+        """Whether a session may keep token ids of so many bytes more. Others above their share are not in the way of
+        one that is not."""
+        is_within = self._kept_of[number] + num_bytes <= MAX_KEPT_BYTES // self.sessions.limits.max_sessions
+        return self._kept_bytes + num_bytes <= (2 * MAX_KEPT_BYTES if is_within else MAX_KEPT_BYTES)
+
+    def _note_kept(self, number: int, num_bytes: int) -> None:
+        self._kept_bytes += num_bytes
+        self._kept_of[number] += num_bytes
+        if not self._kept_of[number]:
+            del self._kept_of[number]
+
+    async def _take_slots(
+        self,
+        session: Session,
+        namespace_id: int,
+        namespace: Namespace,
+        tokens: Tokens,
+        first_page: int,
+        lease: Lease,
+        deadline: float,
+    ) -> tuple[Reservation | None, "pb.Reason"]:
+        """See `_take_room`."""
         cache, sessions, staging = self.cache, self.sessions, session.staging
         if staging is None:
             raise BadRequest("staging_bytes", "this session asked for none, so it cannot write")
@@ -132,8 +176,6 @@ class Storing:
             num_pages, reason = sessions.room(session), pb.REASON_LIMIT
         if staging.num_free < num_pages:
             num_pages, reason = staging.num_free, pb.REASON_NO_ROOM
-        if self._kept_bytes + tokens.nbytes > MAX_KEPT_BYTES:
-            num_pages, reason = 0, pb.REASON_LIMIT
         if not num_pages:
             return None, reason
         staging_slots = staging.allocate(num_pages)
@@ -160,9 +202,6 @@ class Storing:
             namespace_id, namespace, kept, first_page, self._identities(namespace, kept, first_page, lease),
             slots, staging_slots, lease,
         )  # fmt: skip
-        self._kept_bytes += kept.nbytes
-        # Not when it ends: a promise behind the reply keeps it until the pages are durable.
-        weakref.finalize(reservation, self._forget, kept.nbytes).atexit = False
         return reservation, reason
 
     def _identities(
@@ -179,9 +218,6 @@ class Storing:
             identities.append(PageIdentity(namespace.digest, chain, page))
             chain = chain_digest(chain, page)
         return identities
-
-    def _forget(self, num_bytes: int) -> None:
-        self._kept_bytes -= num_bytes
 
     # -- the second phase ---------------------------------------------------------------------------------------------
 

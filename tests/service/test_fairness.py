@@ -3,18 +3,22 @@ and promises that a slow disk keeps open."""
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import pytest
 
+from hicache.errors import DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client import Durability, Outcome, Prompt, connect, connect_async
 from hicache.service.errors import LimitReached
 from hicache.service.server import storing
+from hicache.service.server.process import Server
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 from tests.service.test_deadlines import hung_disk
@@ -131,3 +135,79 @@ def test_what_a_slow_disk_leaves_open_is_bounded(tmp_path: Path, monkeypatch: py
         server.until(lambda inside: inside.storing._kept_bytes == 0, within_s=5.0)
         assert store(client, _prompt(100), durability=Durability.WAIT) == PAGE
         assert client.durable_sequence == num_most + 1
+
+
+def test_what_one_session_keeps_leaves_each_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I33: who has taken all token ids there may be is refused more, and others still have their share. They come back
+    with a reservation, and with the session."""
+    monkeypatch.setattr(storing, "MAX_KEPT_BYTES", 16 * 4 * PAGE)
+    with thread_server(tmp_path, host_pages=64, limits__max_sessions=4) as server, ExitStack() as stack:
+        good = stack.enter_context(connect(server.directory))
+        with connect(server.directory) as greedy:
+            taken = [greedy.reserve(Prompt(NAMESPACE, _prompt(number))) for number in range(18)]
+            assert [each.reason for each in taken] == [""] * 16 + ["limit"] * 2
+            kept = [good.reserve(Prompt(NAMESPACE, _prompt(number))) for number in range(100, 106)]
+            assert [each.reason for each in kept] == [""] * 4 + ["limit"] * 2
+            kept.pop(0).abandon()
+            taken.pop(0).abandon()
+            server.until(_keeps(15 + 3), within_s=WAIT_S)
+            with greedy.reserve(Prompt(NAMESPACE, _prompt(18))) as refused:
+                assert refused.reason == "limit", "it is above its share, and there is no more than that"
+            assert store(good, _prompt(106)) == PAGE
+        server.until(_keeps(3), within_s=WAIT_S)
+        more = [good.reserve(Prompt(NAMESPACE, _prompt(number))) for number in range(200, 214)]
+        assert [each.reason for each in more] == [""] * 13 + ["limit"]
+        for each in more + kept:
+            each.abandon()
+        server.until(_keeps(0), within_s=WAIT_S)
+        assert not server.call(lambda inside: inside.storing._kept_of)
+
+
+def test_reservations_that_wait_count_as_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I24, I33: none of them finds what another one is about to keep; those that get no room in time give it back."""
+    monkeypatch.setattr(storing, "MAX_KEPT_BYTES", 16 * 4 * PAGE)
+
+    async def reserve_all(directory: Path) -> list[str]:
+        async def reason(number: int) -> str:
+            try:
+                return (await client.reserve(Prompt(NAMESPACE, _prompt(number)), timeout_s=2.0)).reason
+            except DeadlineExceeded as error:
+                return error.reason
+
+        async with connect_async(directory) as client:
+            return await asyncio.gather(*[reason(number) for number in range(20)])
+
+    with (
+        thread_server(tmp_path, host_pages=64, limits__max_sessions=4) as server,
+        connect(server.directory) as good,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        with _no_room(server, monkeypatch):
+            asking = threads.submit(asyncio.run, reserve_all(server.directory))
+            server.until(_keeps(16), within_s=WAIT_S)
+            with pytest.raises(DeadlineExceeded):
+                good.reserve(Prompt(NAMESPACE, _prompt(100)), timeout_s=0.5)
+            assert Counter(asking.result()) == {"limit": 4, "deadline_exceeded": 16}
+            server.until(_keeps(0), within_s=WAIT_S)
+        assert store(good, _prompt(100)) == PAGE
+
+
+def _keeps(num_pages: int) -> Callable[[Server], bool]:
+    """Whether the server keeps the token ids of so many pages."""
+    return lambda inside: inside.storing._kept_bytes == num_pages * 4 * PAGE
+
+
+@contextmanager
+def _no_room(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever asks for room in the arena waits, until the block ends."""
+    go_on, cache = server.call(lambda inside: (asyncio.Event(), inside.cache))
+    allocate_up_to = cache.allocate_up_to
+
+    async def held(*asked: Any, **how: Any) -> Any:
+        await go_on.wait()
+        return await allocate_up_to(*asked, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "allocate_up_to", held)
+        yield
+    server.call(lambda _: go_on.set())
