@@ -1,5 +1,6 @@
 """A real vLLM whose sidecar's disk answers no call: nobody waits longer than a load may take, and all is right."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hicache.tools.bench.engine_models import make_tiny
 from hicache.tools.cli import main
 from tests.engines.running import PAGE_BYTES, engine
 from tests.engines.test_vllm import OWN_CACHE_OFF, arguments, settings
+from tests.engines.test_vllm_hybrid import LAYERS, make_gemma
 from tests.engines.test_vllm_issues import cacheable, prompts_of, until
 from tests.faults.machine import hung, make_ext4, mounted
 from tests.service.serving import ServerProcess
@@ -20,21 +22,33 @@ SLACK_S = 1.5
 """By so much a request may take longer than computing it and waiting once: what shares the machine is slow, too."""
 
 
-def test_a_disk_that_hangs_costs_each_request_one_load_deadline_at_most(tmp_path: Path) -> None:
-    model = make_tiny(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("make", "num_layers"),
+    [
+        pytest.param(make_tiny, 4, id="one group"),
+        # Of a load that failed vLLM keeps nothing then, and what had come may be loaded once more.
+        pytest.param(make_gemma, LAYERS, id="several groups"),
+    ],
+)
+def test_a_disk_that_hangs_costs_each_request_one_load_deadline_at_most(
+    make: Callable[[Path], Path], num_layers: int, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "model")
     cold, hot, new = prompts_of(20, 500, 300, 400), prompts_of(21, 200), prompts_of(22, 250, 350, 450)
     with engine(model, tmp_path, None, **OWN_CACHE_OFF) as running:
         right = {name: running.ask(prompts) for name, prompts in (("cold", cold), ("hot", hot), ("new", new))}
     make_ext4(tmp_path / "image", 256 << 20)
     with mounted("ext4", tmp_path / "disk", tmp_path / "image", "loop") as disk:
-        options = {"nvme.dir": f'["{disk / "nvme"}"]', "nvme.bytes": 400 * PAGE_BYTES}
-        server = ServerProcess(tmp_path, arguments(tmp_path, **{"host.bytes": HOST_PAGES * PAGE_BYTES}, **options))
+        page_bytes = PAGE_BYTES // 4 * num_layers
+        room = {"host.bytes": HOST_PAGES * page_bytes, "nvme.bytes": 400 * page_bytes}
+        options = {"layout.num_layers": num_layers, "nvme.dir": f'["{disk / "nvme"}"]', **room}
+        server = ServerProcess(tmp_path, arguments(tmp_path, **options))
         try:
             config = settings(server, lookup_timeout_s=0.25, load_timeout_s=LOAD_S, save_timeout_s=LOAD_S)
             with engine(model, tmp_path, config, **OWN_CACHE_OFF) as running:
                 assert running.ask(cold).tokens == right["cold"].tokens
-                room = ("--tier", "host", "--pages", str(HOST_PAGES))
-                assert main(["evict", *room, "--socket-dir", str(server.directory)]) == 0
+                pages = ("--tier", "host", "--pages", str(HOST_PAGES))
+                assert main(["evict", *pages, "--socket-dir", str(server.directory)]) == 0
                 assert running.ask(hot).tokens == right["hot"].tokens
                 with hung(disk, server.process.pid):
                     for name, prompts in (("cold", cold), ("hot", hot), ("new", new)):
