@@ -97,6 +97,12 @@ class World:
         await asyncio.sleep(self.rng.choice((0.0, self.rng.uniform(0.0, seconds_max))))
 
 
+def repeating(seed: int) -> str:
+    """The command that repeats the test under way with this seed alone."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
+    return f"{SEED_VARIABLE}={seed} python -m pytest '{test}'"
+
+
 def run_simulated(
     main: Callable[[World], Coroutine[Any, Any, T]], seed: int, *, loop: SimulatedLoop | None = None
 ) -> T:
@@ -118,8 +124,7 @@ def run_simulated(
                 stack = io.StringIO()
                 task.print_stack(limit=3, file=stack)
                 error.add_note(stack.getvalue())
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
-        error.add_note(f"seed {seed}; to repeat: {SEED_VARIABLE}={seed} python -m pytest '{test}'")
+        error.add_note(f"seed {seed}; to repeat: {repeating(seed)}")
         raise
     finally:
         left_tasks = asyncio.all_tasks(loop)

@@ -2,7 +2,7 @@
 
 What each process told before its end is written to an expected-state file beside the directory, synced, and read back
 into the oracle before the next one starts: what was called durable must be there with right bytes, what was removed
-durably must not. A failure names seed and round; `HICACHE_SEED=N` repeats the draws, though not the timing.
+durably must not. A failure names seed and round, and the command that repeats the draws, though not the timing.
 """
 
 import random
@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from tests.faults.witness import END_S, Witness, start
-from tests.simulation import seeds
+from tests.simulation import repeating, seeds
 
 POINT_STEPS: Final = 60
 """Steps of a process that ends in a named call, unless it ends before."""
@@ -88,7 +88,7 @@ def rounds(place: Path, num_rounds: int, seed: int) -> list[str]:
                 end_at_random(directory, witness, rng, 1000 * seed + number)
                 ends.append("random")
         except BaseException as error:
-            error.add_note(f"seed {seed}, round {number}; to repeat the draws: HICACHE_SEED={seed}")
+            error.add_note(f"seed {seed}, round {number}; to repeat the draws: {repeating(seed)}")
             raise
     stop_whole(directory, witness, seed, steps=0)
     return ends
