@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -672,6 +674,18 @@ def test_closing_finishes_what_waits_and_refuses_what_comes() -> None:
     run(main())
 
 
+@asynccontextmanager
+async def tier_that_hangs(files: HeldFiles) -> AsyncIterator[tuple[NvmeTier, asyncio.Task[Any]]]:
+    """A tier of `files` in the midst of a read that hangs, and the read."""
+    async with small_tier(SMALL, 1, files=files, read_lanes=1, layer_lanes=1) as tier:
+        [identity] = identity_chain(1)
+        await store(tier, tier.allocate(1), [identity])
+        files.hold()
+        reading = asyncio.get_running_loop().create_task(fetch(tier, 0, identity))
+        await asyncio.to_thread(files.arrived.acquire)
+        yield tier, reading
+
+
 def test_closing_does_not_wait_for_ever_for_a_hung_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -679,12 +693,7 @@ def test_closing_does_not_wait_for_ever_for_a_hung_device(
     files = HeldFiles("preadv")
 
     async def main() -> None:
-        async with small_tier(SMALL, 1, files=files, read_lanes=1, layer_lanes=1) as tier:
-            [identity] = identity_chain(1)
-            await store(tier, tier.allocate(1), [identity])
-            files.hold()
-            reading = asyncio.get_running_loop().create_task(fetch(tier, 0, identity))
-            await asyncio.to_thread(files.arrived.acquire)
+        async with tier_that_hangs(files) as (tier, reading):
             with caplog.at_level(logging.WARNING):
                 await tier.close()
             assert "does not answer" in caplog.text
@@ -703,12 +712,7 @@ def test_a_tier_may_be_given_up_at_any_moment_of_its_closing() -> None:
     files = HeldFiles("preadv")
 
     async def main() -> None:
-        async with small_tier(SMALL, 1, files=files, read_lanes=1, layer_lanes=1) as tier:
-            [identity] = identity_chain(1)
-            await store(tier, tier.allocate(1), [identity])
-            files.hold()
-            reading = asyncio.get_running_loop().create_task(fetch(tier, 0, identity))
-            await asyncio.to_thread(files.arrived.acquire)
+        async with tier_that_hangs(files) as (tier, reading):
             closing = asyncio.get_running_loop().create_task(tier.close())
             await asyncio.sleep(0)
             while not closing.done():  # every turn of the loop
