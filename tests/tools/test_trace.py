@@ -21,6 +21,7 @@ import pytest
 from hicache.service.client import Client, Prompt, connect
 from hicache.tools.cli import main
 from hicache.tools.commands import trace
+from hicache.tools.owner import Owner
 from hicache.tools.replay.readers import BadTrace, Trace
 from hicache.tools.replay.writing import Asked, BlockIds, Requests, TraceFile, line
 from tests.repository import ROOT
@@ -146,6 +147,25 @@ def test_looking_and_then_acquiring_is_one_request(tmp_path: Path) -> None:
             told = recorded.end(signal.SIGTERM, status=143)
     assert (told["requests"], told["joined"], told["tokens"]) == (2, 1, 6 * PAGE)
     assert [len(each["hash_ids"]) for each in recorded.lines()] == [1, 1]
+
+
+def test_a_signal_ends_it_well_from_the_moment_in_which_the_server_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, calls = Owner.record, 0
+
+    def record(owner: Owner, walk: int, *, wait_s: float, end: bool = False) -> Any:
+        nonlocal calls
+        reply, calls = real(owner, walk, wait_s=wait_s, end=end), calls + 1
+        if calls == 1:
+            signal.raise_signal(signal.SIGINT)
+        return reply
+
+    monkeypatch.setattr(Owner, "record", record)
+    with thread_server(tmp_path) as server:
+        assert main(["trace", "record", str(tmp_path / "a"), "--json", "--socket-dir", str(server.directory)]) == 0
+        assert not server.call(lambda inside: inside.recording.is_on)
+    assert json.loads(capsys.readouterr().out)["ended"] == "signal"
 
 
 def test_it_ends_by_itself_where_that_was_asked_for(tmp_path: Path) -> None:

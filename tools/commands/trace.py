@@ -92,20 +92,27 @@ def run(args: argparse.Namespace) -> int:
         block = args.block or page
         if block % page:
             raise UsageProblem(f"--block: {block} is no multiple of {page}, the server's page")
-        # Before there is a file: who sees one knows that it is being written.
-        walk = owner.record(0, wait_s=0.0).walk
-        with TraceFile(args.file, max_bytes=args.max_bytes, max_files=args.files) as file, _told_to_stop() as signals:
+        # Signals first: who sees that it records, or sees the file, may stop it.
+        with _told_to_stop() as signals, _begun(owner, args) as (walk, file):
             recorder = Recorder(file, block, with_tokens=args.tokens)
             try:
-                recorder.record(
-                    owner, walk, signals, seconds=args.seconds, requests=args.requests, is_quiet=args.json
-                )
+                recorder.record(owner, walk, signals, seconds=args.seconds, requests=args.requests, is_quiet=args.json)
             except BaseException:
                 recorder.told.ended = "failed"
                 raise
             finally:
                 _say(args, recorder.told, file)
     return _STATUS[signal.Signals(signals[0])] if signals else Exit.OK
+
+
+@contextmanager
+def _begun(owner: Owner, args: argparse.Namespace) -> "Iterator[tuple[int, TraceFile]]":
+    """A recording that has begun, and its file, which comes after: who sees it knows that it is being written."""
+    from hicache.tools.replay.writing import TraceFile
+
+    walk = owner.record(0, wait_s=0.0).walk
+    with TraceFile(args.file, max_bytes=args.max_bytes, max_files=args.files) as file:
+        yield walk, file
 
 
 @dataclass(slots=True)
@@ -248,4 +255,3 @@ def _told_to_stop() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
