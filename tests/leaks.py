@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-THREAD_EXIT_TIMEOUT_S: Final = 5.0
-"""How long a thread that was told to stop may take to end."""
+EXIT_TIMEOUT_S: Final = 30.0
+"""How long what was told to stop may take to end."""
 
 
 @contextmanager
-def nothing_left_behind(timeout_s: float = THREAD_EXIT_TIMEOUT_S) -> Iterator[None]:
+def nothing_left_behind(timeout_s: float = EXIT_TIMEOUT_S) -> Iterator[None]:
     """Raise `AssertionError` if, after the block, threads run or files are open that did not and were not before it.
 
-    Threads on their way out get `timeout_s` seconds, all together.
+    Threads on their way out, and files that threads of a library are still to close, get `timeout_s` seconds, all
+    together.
     """
     threads, files = set(threading.enumerate()), open_files()
     yield
@@ -30,7 +31,8 @@ def nothing_left_behind(timeout_s: float = THREAD_EXIT_TIMEOUT_S) -> Iterator[No
         # What only the collector closes reports itself by a ResourceWarning, which is an error here; a cycle in a
         # library that holds a closed-over file is not a leak.
         gc.collect()
-        left_files = open_files() - files
+        while (left_files := open_files() - files) and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
     assert not left_files, f"files left open: {sorted(left_files)}"
 
 
@@ -43,3 +45,8 @@ def open_files() -> frozenset[tuple[int, str]]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return frozenset(found)
+
+
+def named_memory() -> frozenset[str]:
+    """Shared memory of this machine that has a name, but for semaphores, which other programs come and go with."""
+    return frozenset(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))

@@ -37,7 +37,7 @@ def test_a_file_that_is_left_open_is_found(kind: str, tmp_path: Path) -> None:
     opened: list[int] = []
 
     def leave_it_open() -> None:
-        with nothing_left_behind():
+        with nothing_left_behind(timeout_s=0.01):
             match kind:
                 case "file":
                     opened.append(os.open(tmp_path / "left", os.O_CREAT | os.O_RDWR))

@@ -14,6 +14,7 @@ from hicache.service.compose import HiCache
 from hicache.tier import NVME
 from tests.cases.client import MODEL, Client, P, check_at_rest, opened, sequence
 from tests.faults.machine import hung, make_ext4, mounted
+from tests.punctual import in_time
 
 pytestmark = [pytest.mark.faults, pytest.mark.machine]
 
@@ -35,15 +36,13 @@ def why_down(cache: HiCache) -> str:
     return cache.stats()["tiers"][NVME]["down"] or ""
 
 
-def in_time(call: Callable[[], int]) -> int | None:
+def answered(call: Callable[[], int]) -> int | None:
     """What a call returns; None where it says that the disk did not answer. It says so by its deadline."""
-    began = time.monotonic()
-    try:
-        return call()
-    except (DeadlineExceeded, TierUnavailable):
-        return None
-    finally:
-        assert time.monotonic() - began < DEADLINE_S + SLACK_S
+    with in_time(DEADLINE_S + SLACK_S):
+        try:
+            return call()
+        except (DeadlineExceeded, TierUnavailable):
+            return None
 
 
 def test_a_disk_that_hangs_takes_the_tier_down_and_nothing_else(
@@ -61,14 +60,14 @@ def test_a_disk_that_hangs_takes_the_tier_down_and_nothing_else(
             new = sequence(50, 4 * P)
             with hung(disk):
                 # What needs the disk ends by its deadline; what does not, goes on.
-                in_time(partial(client.read, PROMPTS[1], timeout_s=DEADLINE_S))
+                answered(partial(client.read, PROMPTS[1], timeout_s=DEADLINE_S))
                 wait_for(lambda: "has not answered" in why_down(cache), "the tier is not down")
                 for turn in range(6):
                     mine = sequence(60 + turn, 4 * P)
-                    assert in_time(partial(client.insert, mine, timeout_s=DEADLINE_S)) == 0
-                    assert in_time(partial(client.read, mine, timeout_s=DEADLINE_S)) == 4 * P
-                assert in_time(partial(client.insert, new, timeout_s=DEADLINE_S)) == 0
-                assert not in_time(lambda: cache.persist(MODEL, new, timeout_s=DEADLINE_S).num_tokens)
+                    assert answered(partial(client.insert, mine, timeout_s=DEADLINE_S)) == 0
+                    assert answered(partial(client.read, mine, timeout_s=DEADLINE_S)) == 4 * P
+                assert answered(partial(client.insert, new, timeout_s=DEADLINE_S)) == 0
+                assert not answered(lambda: cache.persist(MODEL, new, timeout_s=DEADLINE_S).num_tokens)
             wait_for(lambda: not why_down(cache), "the tier does not come back")
             assert client.read(new) == 4 * P
             assert client.persist(new) == 4 * P

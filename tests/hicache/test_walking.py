@@ -44,15 +44,17 @@ def test_a_step_over_a_wide_node_touches_no_more_than_it_gives() -> None:
     while siblings.next() is not None:
         seen += 1
     assert seen == 20_000
-    walk = world.tree.walk(batch=100)
-    times = []
-    for _ in range(200):
-        began = perf_counter_ns()
-        batch = next(walk)
-        times.append(perf_counter_ns() - began)
-        assert len(batch) == 100
-    assert next(walk, None) is None
-    assert times[0] < 20 * sorted(times)[100], "the first step pays for all"
+    firsts = []
+    for _ in range(5):  # another program may have the processor during the first step of one of them
+        walk, times = world.tree.walk(batch=100), []
+        for _ in range(200):
+            began = perf_counter_ns()
+            batch = next(walk)
+            times.append(perf_counter_ns() - began)
+            assert len(batch) == 100
+        assert next(walk, None) is None
+        firsts.append(times[0])
+    assert min(firsts) < 20 * sorted(times)[100], "the first step pays for all"
 
 
 def test_nodes_that_do_not_change_are_seen_once_and_begin_where_they_do() -> None:

@@ -18,7 +18,7 @@ from hicache.service.server.copying import Copying, checksum
 from hicache.service.server.staging import Staging
 from hicache.tier import Slots
 from hicache.tiers.host import HostTier
-from tests.service.serving import thread_server
+from tests.service.serving import WAIT_S, thread_server
 from tests.service.stored import PAGE, store
 from tests.tiers.contract import run
 
@@ -98,7 +98,7 @@ def test_the_staging_memory_of_ended_sessions_is_let_go_without_the_collector(tm
         for start in range(5):
             with connect(server.directory) as client:
                 store(client, range(10_000 * start, 10_000 * start + 8 * PAGE))
-        server.until(lambda seen: not list(seen.sessions), within_s=5.0)
+        server.until(lambda seen: not list(seen.sessions), within_s=WAIT_S)
         assert staging_maps() == 0
 
 

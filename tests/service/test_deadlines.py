@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any, Final
 
 import pytest
@@ -18,19 +17,13 @@ from hicache.service.server import admin
 from hicache.service.server.process import Server
 from hicache.tier import HOST, NVME
 from hicache.tools.owner import reached
+from tests.punctual import in_time
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
 DEADLINE_S: Final = 1.0
 LATE_S: Final = 0.3
-"""How much later than its deadline a call may end. Also what tests on a busy machine are given beside it."""
-
-
-@contextmanager
-def _in_time() -> Iterator[None]:
-    began = monotonic()
-    yield
-    assert monotonic() - began < DEADLINE_S + LATE_S
+"""How much later than its deadline a call may end."""
 
 
 @contextmanager
@@ -72,16 +65,16 @@ def test_a_hung_disk_costs_hits_and_no_call(tmp_path: Path) -> None:
         found = client.lookup(Prompt(NAMESPACE, cold))
         assert found.runs == (("nvme", 4 * PAGE),)
         with hung_disk(server):
-            with _in_time(), client.acquire(Prompt(NAMESPACE, cold), timeout_s=DEADLINE_S) as lease:
+            with in_time(DEADLINE_S + LATE_S), client.acquire(Prompt(NAMESPACE, cold), timeout_s=DEADLINE_S) as lease:
                 assert (len(lease), lease.cut_short) == (0, "deadline_exceeded")
             assert check(client, warm) == 4 * PAGE
             with client.reserve(Prompt(NAMESPACE, range(2000, 2000 + PAGE))) as reservation:
                 reservation[0][:] = page_bytes(range(2000, 2000 + PAGE), 0)
-                with _in_time():
+                with in_time(DEADLINE_S + LATE_S):
                     committed = reservation.commit(durability=Durability.WAIT, timeout_s=DEADLINE_S)
             assert (committed.outcome, committed.reason) == (Outcome.RESIDENT, "deadline_exceeded")
             assert client.prefetch(Prompt(NAMESPACE, cold), within_s=0.1).num_left_out == 0
-        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=5.0)
+        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=WAIT_S)
         assert check(client, cold) == 4 * PAGE
         server.call(lambda inside: inside.cache.tree.check_integrity())
 
@@ -103,7 +96,7 @@ def test_a_full_arena_that_is_all_leased_answers(tmp_path: Path) -> None:
         store(client, range(8 * PAGE))
         lease = client.acquire(Prompt(NAMESPACE, range(8 * PAGE)))
         assert len(lease) == 8
-        with _in_time():
+        with in_time(DEADLINE_S + LATE_S):
             refused = other.reserve(Prompt(NAMESPACE, range(1000, 1000 + PAGE)), timeout_s=DEADLINE_S)
         assert (refused.outcome, refused.reason) == (Outcome.REFUSED, "no_room")
         assert check(other, range(8 * PAGE)) == 8 * PAGE
@@ -119,7 +112,7 @@ def test_a_stopped_server_is_not_waited_for(tmp_path: Path) -> None:
             store(client, range(PAGE))
             server.process.send_signal(signal.SIGSTOP)
             try:
-                with _in_time(), pytest.raises(DeadlineExceeded):
+                with in_time(DEADLINE_S + LATE_S), pytest.raises(DeadlineExceeded):
                     client.acquire(Prompt(NAMESPACE, range(PAGE)), timeout_s=DEADLINE_S)
             finally:
                 server.process.send_signal(signal.SIGCONT)
@@ -143,7 +136,7 @@ def test_a_reply_that_nobody_heard_is_given_back(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded):
             client.acquire(Prompt(NAMESPACE, range(2 * PAGE)), timeout_s=0.2)
         go_on.set()
-        server.until(_nothing_is_lent, within_s=5.0)
+        server.until(_nothing_is_lent, within_s=WAIT_S)
         assert check(client, range(2 * PAGE)) == 2 * PAGE
 
 

@@ -94,7 +94,7 @@ def test_staging_memory_is_bounded_and_comes_back(tmp_path: Path) -> None:
         with connect(server.directory, staging_bytes=0) as reader:
             assert reader.lookup(Prompt(NAMESPACE, [1])).num_tokens == 0
         second.close()
-        server.until(lambda inside: len(inside.sessions) == 1, within_s=2.0)
+        server.until(lambda inside: len(inside.sessions) == 1, within_s=WAIT_S)
         with connect(server.directory) as third:
             assert store(third, range(PAGE)) == PAGE
         assert check(first, range(PAGE)) == PAGE

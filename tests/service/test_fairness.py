@@ -90,8 +90,8 @@ def test_calls_whose_message_never_comes_are_in_nobody_elses_way(tmp_path: Path)
         for _ in range(2):
             token = stack.enter_context(connect(server.directory, staging_bytes=0)).welcome.token
             metadata = ((wire.TOKEN_METADATA, token),)
-            calls += [look_up.future(nothing(), timeout=2.0, metadata=metadata) for _ in range(64)]
-        server.until(lambda inside: sum(each.num_calls for each in inside.sessions) == 128, within_s=5.0)
+            calls += [look_up.future(nothing(), timeout=WAIT_S, metadata=metadata) for _ in range(64)]
+        server.until(lambda inside: sum(each.num_calls for each in inside.sessions) == 128, within_s=WAIT_S)
         for number in range(2, 12):
             assert store(good, _prompt(number)) == check(good, _prompt(number)) == PAGE
         assert not any(call.done() for call in calls)
@@ -112,7 +112,7 @@ def test_reservations_at_the_same_moment_share_the_room_of_their_session(tmp_pat
         for number in range(100, 100 + HOST_PAGES):  # so that calls wait for room, and meet
             store(client, _prompt(number))
         assert 0 < asyncio.run(reserve_all(server.directory)) <= HOST_PAGES // 2
-        server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0)
+        server.until(lambda inside: len(inside.sessions) == 1, within_s=WAIT_S)
         assert store(client, _prompt(200)) == PAGE
 
 
@@ -132,7 +132,7 @@ def test_what_a_slow_disk_leaves_open_is_bounded(tmp_path: Path, monkeypatch: py
                         reservation[0][:] = page_bytes(_prompt(number), 0)
                         assert reservation.commit(durability=Durability.BEHIND).outcome is Outcome.RESIDENT
             assert outcomes == [(Outcome.ACCEPTED, "")] * num_most + [(Outcome.REFUSED, "limit")] * 2
-        server.until(lambda inside: inside.storing._kept_bytes == 0, within_s=5.0)
+        server.until(lambda inside: inside.storing._kept_bytes == 0, within_s=WAIT_S)
         assert store(client, _prompt(100), durability=Durability.WAIT) == PAGE
         assert client.durable_sequence == num_most + 1
 

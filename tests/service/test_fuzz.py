@@ -23,7 +23,7 @@ from hicache.service.client.transport import say_hello
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.process import Server
 from hicache.tier import HOST
-from tests.service.serving import thread_server
+from tests.service.serving import WAIT_S, thread_server
 from tests.service.stored import NAMESPACE, PAGE, check, store
 from tests.simulation import SEED_VARIABLE
 
@@ -141,7 +141,7 @@ def test_no_message_ends_more_than_its_own_call(tmp_path: Path, num_messages: in
                     _ask(fuzz, server.directory, num_messages // MESSAGES_A_STREAM)
                 assert set(statuses) <= ANSWERS, statuses
                 assert statuses[grpc.StatusCode.OK] > num_messages // 10, statuses
-                server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0)
+                server.until(lambda inside: len(inside.sessions) == 1, within_s=WAIT_S)
                 assert server.call(_held) == (0, 0)
                 assert store(good, range(2000, 2000 + 3 * PAGE)) == 3 * PAGE
                 assert check(good, range(2000, 2000 + 3 * PAGE)) == 3 * PAGE

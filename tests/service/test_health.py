@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hicache.service import wire
 from hicache.service.client import Durability, Outcome, Prompt, connect
 from hicache.service.server import health
+from tests.punctual import in_time
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 from tests.service.test_deadlines import hung_disk, leave_the_host
@@ -46,8 +47,9 @@ def status(server: ThreadServer) -> Iterator[Status]:
 
 def _until(ask: Callable[[], int], wanted: int, within_s: float) -> None:
     began = monotonic()
-    while ask() != wanted:
-        assert monotonic() - began < within_s + BUSY_S
+    with in_time(within_s + BUSY_S):
+        while ask() != wanted:
+            assert monotonic() - began < WAIT_S, "never"
 
 
 def test_a_loop_that_stands_still_is_told_of_and_so_is_its_return(server: ThreadServer, status: Status) -> None:

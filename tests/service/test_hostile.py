@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
     with thread_server(tmp_path_factory.mktemp("server"), limits__max_tokens=4096) as running:
         with connect(running.directory) as client:
             store(client, range(16 * PAGE))
-        running.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+        running.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
         yield running
 
 
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
 def sessions_have_ended(server: ThreadServer) -> Iterator[None]:
     """What a test's clients had is given back before it is looked whether the test has left something behind."""
     yield
-    server.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+    server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def good(server: ThreadServer) -> Iterator[Client]:
         before = server.call(_state)
         yield client
         assert check(client, TOKENS) == 3 * PAGE
-        server.until(lambda inside: _state(inside) == before, within_s=5.0)
+        server.until(lambda inside: _state(inside) == before, within_s=WAIT_S)
         server.call(lambda inside: inside.cache.tree.check_integrity())
 
 

@@ -16,7 +16,7 @@ from hicache.service.errors import error_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.walks import MAX_WALKS
 from hicache.tier import HOST
-from tests.service.serving import ThreadServer, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, store
 from tests.service.test_deadlines import leave_the_host
 
@@ -32,7 +32,7 @@ def owner(server: ThreadServer) -> Iterator[Ask]:
             path = wire.path_of(wire.ADMIN.methods_by_name[method])
             try:
                 return channel.unary_unary(path, lambda each: each.SerializeToString(), reply.FromString)(
-                    request, timeout=10
+                    request, timeout=WAIT_S
                 )
             except grpc.RpcError as error:
                 raise error_of(error) from None
@@ -185,7 +185,7 @@ def test_what_would_be_found_is_told_and_what_is_on_nvme_alone_is_fetched(tmp_pa
         fetch = pb.PrefetchPrefixRequest(prefix=named, within_ms=10_000, max_pages=2)
         begun = ask("PrefetchPrefix", fetch, pb.PrefetchReply)
         assert (begun.num_there, begun.num_begun, begun.num_left_out) == (0, 2, 1)
-        server.until(lambda inside: inside.cache.tiers[HOST].num_free == 62, within_s=10)
+        server.until(lambda inside: inside.cache.tiers[HOST].num_free == 62, within_s=WAIT_S)
         fetch.within_ms = 0
         with pytest.raises(BadRequest, match="within_ms"):
             ask("PrefetchPrefix", fetch, pb.PrefetchReply)

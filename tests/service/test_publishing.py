@@ -11,7 +11,7 @@ from hicache.errors import BadRequest
 from hicache.namespace import Namespace
 from hicache.service.client import Durability, Prompt, connect, connect_async
 from hicache.tier import HOST
-from tests.service.serving import ThreadServer, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 from tests.service.test_deadlines import leave_the_host
 
@@ -26,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[ThreadServer]:
     with thread_server(tmp_path, tenants=TENANTS, **options) as running:
         yield running
         running.call(lambda inside: inside.cache.tree.check_integrity())
-        running.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=5.0)
+        running.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=WAIT_S)
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
@@ -87,7 +87,7 @@ def test_without_room_what_fits_is_copied(tmp_path: Path) -> None:
         with red.acquire(Prompt(NAMESPACE, PROMPT)), blue.acquire(Prompt(NAMESPACE, PROMPT)) as lease:
             assert lease.num_tokens == 3 * PAGE
             assert lease.read(2) == page_bytes(PROMPT, 2, "red")
-        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=5.0)
+        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=WAIT_S)
         assert server.call(lambda inside: inside.cache.tiers[HOST].num_free) == 0
         server.call(lambda inside: inside.cache.tree.check_integrity())
 

@@ -11,7 +11,7 @@ from hicache.service import wire
 from hicache.service.client import Prompt, connect
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server import recording
-from tests.service.serving import ThreadServer, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import NAMESPACE, PAGE, check, store
 from tests.service.test_owner import Ask, owner
 
@@ -84,12 +84,12 @@ def test_a_call_waits_for_news_and_a_second_recording_takes_the_place_of_the_fir
         for expected in (pb.RecordReply, LeaseExpired):
             waiting = threading.Thread(target=wait)
             waiting.start()
-            server.until(lambda inside: not inside.recording._news.is_set(), within_s=10)
+            server.until(lambda inside: not inside.recording._news.is_set(), within_s=WAIT_S)
             if expected is pb.RecordReply:
                 check(client, range(PAGE))
             else:
                 fetched(ask)
-            waiting.join(10)
+            waiting.join(WAIT_S)
             assert isinstance(replies[-1], expected)
             if isinstance(reply := replies[-1], pb.RecordReply):
                 assert len(reply.asked) == 1

@@ -23,7 +23,7 @@ from hicache.service.errors import Draining, Forbidden, LayoutMismatch, LimitRea
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
 from tests.repository import ROOT
-from tests.service.serving import ThreadServer, thread_server
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
 
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadServer]:
 def sessions_have_ended(server: ThreadServer) -> Iterator[None]:
     """What a test's clients had is given back before it is looked whether the test has left something behind."""
     yield
-    server.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+    server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
 
 
 def _free_pages(server: ThreadServer) -> int:
@@ -383,7 +383,7 @@ def test_what_a_session_held_is_given_back_when_it_ends(server: ThreadServer) ->
     assert server.call(lambda inside: inside.cache.tree.num_leases) == 3
     free = _free_pages(server)
     client.close()
-    server.until(lambda inside: len(inside.sessions) == 0, within_s=1.0)
+    server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
     assert server.call(lambda inside: inside.cache.tree.num_leases) == 0
     assert _free_pages(server) == free + 4
     with pytest.raises(Closed):
@@ -412,7 +412,7 @@ def test_the_awaited_client_means_the_same(server: ThreadServer) -> None:
                 await client.reserve(Prompt(NAMESPACE, [1]))
 
     asyncio.run(use())
-    server.until(lambda inside: len(inside.sessions) == 0, within_s=1.0)
+    server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
 
 
 def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:
@@ -438,7 +438,8 @@ def _admin(server: ThreadServer, method: str, request: Any, reply: Any) -> Any:
         if method == "Inspect":
             pieces = channel.unary_stream(path, lambda each: each.SerializeToString(), reply.FromString)(request)
             return json.loads(b"".join([piece.json for piece in pieces]))
-        return channel.unary_unary(path, lambda each: each.SerializeToString(), reply.FromString)(request, timeout=10)
+        call: Any = channel.unary_unary(path, lambda each: each.SerializeToString(), reply.FromString)
+        return call(request, timeout=WAIT_S)
 
 
 def test_the_owner_sees_and_clears(tmp_path: Path) -> None:
@@ -483,7 +484,7 @@ def test_the_owners_calls_are_refused_clearly(server: ThreadServer) -> None:
     for method in wire.ADMIN.methods:
         with grpc.insecure_channel(wire.address(str(server.directory / wire.DATA_SOCKET))) as channel:
             with pytest.raises(grpc.RpcError) as refused:
-                channel.unary_unary(wire.path_of(method), bytes, bytes)(b"", timeout=10)
+                channel.unary_unary(wire.path_of(method), bytes, bytes)(b"", timeout=WAIT_S)
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert (server.directory / wire.ADMIN_SOCKET).stat().st_mode & 0o777 == 0o600
 
@@ -496,7 +497,7 @@ def test_health_means_that_the_loop_runs(server: ThreadServer) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
 
         def status(service: str = "") -> int:
-            return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status)
+            return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S).status)
 
         serving, not_serving = 1, 2
         assert status() == status("hicache.v1.Cache") == serving
@@ -507,10 +508,10 @@ def test_health_means_that_the_loop_runs(server: ThreadServer) -> None:
 
         def stand_still() -> None:
             blocked.set()
-            go_on.wait(30)
+            go_on.wait(WAIT_S)
 
         server._loop.call_soon_threadsafe(stand_still)
-        assert blocked.wait(10)
+        assert blocked.wait(WAIT_S)
         while status() == serving:
             pass
         assert status() == not_serving
@@ -531,7 +532,7 @@ def test_a_drained_server_takes_nothing_new_and_stops(tmp_path: Path) -> None:
                 client.reserve(Prompt(NAMESPACE, range(PAGE)))
             lease.commit()
             lease.abandon()
-        server._thread.join(10)
+        server._thread.join(WAIT_S)
         assert not server._thread.is_alive()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 

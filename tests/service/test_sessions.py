@@ -22,6 +22,8 @@ from hicache.service.client.transport import AsyncGrpcTransport, GrpcTransport, 
 from hicache.service.errors import UnknownSession, Unreachable, VersionMismatch, error_of
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.tier import HOST
+from tests.leaks import named_memory
+from tests.punctual import in_time
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, thread_server
 from tests.service.stored import NAMESPACE, PAGE, check, page_bytes, store
@@ -69,8 +71,9 @@ def test_a_killed_client_gives_everything_back_within_a_second(tmp_path: Path) -
         process = _holder(server)
         try:
             assert server.call(_holds) == (1, 2, 8)
-            process.kill()
-            assert server.until(lambda inside: _holds(inside) == (0, 0, 3), within_s=5.0) < 1.0
+            with in_time(1.0):
+                process.kill()
+                server.until(lambda inside: _holds(inside) == (0, 0, 3), within_s=WAIT_S)
         finally:
             _leave(process)
         server.call(lambda inside: inside.cache.tree.check_integrity())
@@ -86,7 +89,8 @@ def test_a_stopped_client_is_ended_after_the_lease_time(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGSTOP)
             with connect(server.directory) as client:
                 assert check(client, range(3 * PAGE)) == 3 * PAGE
-                assert server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0) < 2.0
+                with in_time(2.0):
+                    server.until(lambda inside: len(inside.sessions) == 1, within_s=WAIT_S)
                 assert server.call(_holds) == (1, 0, 3)
                 assert server.call(lambda inside: inside.sessions.ended["it was silent"]) == 1
                 assert check(client, range(3 * PAGE)) == 3 * PAGE
@@ -101,7 +105,7 @@ def test_a_session_that_never_attaches_is_dropped(tmp_path: Path) -> None:
         for fd in fds:
             os.close(fd)
         assert welcome.attach_ms == 300
-        server.until(lambda inside: len(inside.sessions) == 0, within_s=2.0)
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
         assert server.call(lambda inside: inside.sessions.ended) == {"it never attached": 1}
 
 
@@ -111,7 +115,7 @@ def test_what_a_client_drops_is_given_back_with_its_next_beat(tmp_path: Path) ->
         store(client, range(2 * PAGE))
         client.acquire(Prompt(NAMESPACE, range(2 * PAGE)))
         client.reserve(Prompt(NAMESPACE, range(1000, 1000 + PAGE)))
-        server.until(lambda inside: _holds(inside) == (1, 0, 2), within_s=5.0)
+        server.until(lambda inside: _holds(inside) == (1, 0, 2), within_s=WAIT_S)
         assert check(client, range(2 * PAGE)) == 2 * PAGE
 
 
@@ -191,7 +195,7 @@ def test_odd_hellos_are_hung_up_on(tmp_path: Path) -> None:
             say_hello(server.directory, pb.Hello(protocol=2), WAIT_S)
         with connect(server.directory) as client:
             assert store(client, range(PAGE)) == PAGE
-        server.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
         assert server.call(lambda inside: inside.sessions.num_begun) == 1
 
 
@@ -301,7 +305,7 @@ def test_a_slow_reader_has_its_own_pages_or_is_told_that_they_are_gone(tmp_path:
             assert process.stdout.readline() == b"4\n"
             if is_stopped:
                 process.send_signal(signal.SIGSTOP)
-                server.until(lambda inside: len(inside.sessions) == 1, within_s=5.0)
+                server.until(lambda inside: len(inside.sessions) == 1, within_s=WAIT_S)
             for round_ in range(4):
                 store(client, range(1000 * (round_ + 1), 1000 * (round_ + 1) + 10 * PAGE))
             process.send_signal(signal.SIGCONT)
@@ -313,11 +317,6 @@ def test_a_slow_reader_has_its_own_pages_or_is_told_that_they_are_gone(tmp_path:
             _leave(process)
 
 
-def named_memory() -> list[str]:
-    """Shared memory of this machine that has a name, but for semaphores, which other programs come and go with."""
-    return sorted(path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem."))
-
-
 @pytest.mark.faults
 def test_killed_servers_leave_nothing_behind(tmp_path: Path) -> None:
     """C25: memory has no name that could outlive its holders, and sockets of the dead are replaced."""
@@ -327,7 +326,7 @@ def test_killed_servers_leave_nothing_behind(tmp_path: Path) -> None:
         with connect(server.directory) as client:
             assert store(client, range(PAGE)) == PAGE
             assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-        assert not set(named_memory()) - set(before)
+        assert not named_memory() - before
     server = ServerProcess(tmp_path, arguments())
     assert server.stop() == 0
     assert [path.name for path in server.directory.iterdir()] == ["lock"]

@@ -25,7 +25,7 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server import data, pieces
 from hicache.tier import HOST
 from tests.repository import ROOT
-from tests.service.serving import ServerProcess, ThreadServer, arguments, settings, thread_server
+from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, settings, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 
 TOKEN: Final = "an access token"
@@ -105,7 +105,7 @@ def test_leases_that_overlap_share_pages_and_end_alone(remote: tuple[ThreadServe
         assert long.array(3).tobytes() == page_bytes(tokens, 3)
         kept = client.acquire(Prompt(NAMESPACE, tokens))
         del kept  # given back with the next beat
-    server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=5.0)
+    server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=WAIT_S)
     assert server.call(lambda inside: inside.cache.flush()) == 0
     # The same slots again, with other pages: nothing of before is taken for them.
     others = range(7000, 7000 + 8 * PAGE)
@@ -122,7 +122,7 @@ def test_what_is_leased_afar_ends_with_the_connection(tmp_path: Path) -> None:
         client.reserve(Prompt(NAMESPACE, range(3 * PAGE)))
         assert server.call(lambda inside: inside.cache.tree.num_leases) == 2
         client.close()
-        server.until(lambda inside: len(inside.sessions) == 0, within_s=1.0)
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
         assert server.call(lambda inside: inside.cache.tree.num_leases) == 0
         with pytest.raises(LeaseExpired):
             lease.check()
@@ -146,7 +146,7 @@ def test_a_piece_that_comes_wrong_is_no_page(tmp_path: Path, monkeypatch: pytest
             wrong.setattr(data, "read_piece", flipped)
             with pytest.raises(CorruptPage):
                 client.acquire(Prompt(NAMESPACE, range(3 * PAGE)))
-        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=5.0)
+        server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=WAIT_S)
         assert check(client, range(3 * PAGE)) == 3 * PAGE
 
 
@@ -183,7 +183,7 @@ def test_the_awaited_client_means_the_same(tmp_path: Path, authority: Authority)
 
     with thread_server(tmp_path, **tls(authority)) as server:
         asyncio.run(use(server))
-        server.until(lambda inside: len(inside.sessions) == 0, within_s=1.0)
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
 
 
 def test_who_has_no_token_or_no_certificate_is_not_let_in(tmp_path: Path, authority: Authority) -> None:
@@ -204,7 +204,7 @@ def test_who_has_no_token_or_no_certificate_is_not_let_in(tmp_path: Path, author
             connect(url(server), token=TOKEN, tenant="red", **{**options, "ca": None})
         with pytest.raises(Unreachable):
             connect(url(server, "tcp"), token=TOKEN, tenant="red", timeout_s=5.0)
-        server.until(lambda inside: len(inside.sessions) == 0, within_s=5.0)
+        server.until(lambda inside: len(inside.sessions) == 0, within_s=WAIT_S)
         assert server.call(lambda inside: inside.sessions.num_begun) == 2
 
 
@@ -217,7 +217,7 @@ def called(server: ThreadServer) -> Iterator[Callable[..., Any]]:
             path = wire.path_of(service.methods_by_name[method])
             asking: Any = channel.unary_unary(path, lambda each: each.SerializeToString(), reply.FromString)
             try:
-                return asking(request, timeout=10, metadata=metadata)
+                return asking(request, timeout=WAIT_S, metadata=metadata)
             except grpc.RpcError as error:
                 raise error_of(error) from None
 

@@ -89,12 +89,12 @@ def test_each_call_is_a_span_with_its_end_and_its_sizes(tmp_path: Path, collecto
                 prefix = pb.Prefix(namespace_id=1, tokens=wire.pack_int32(range(2 * PAGE)))
                 request = pb.LookupRequest(prefix=prefix).SerializeToString()
                 parent = ("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01")
-                reply = lookup(request, timeout=10, metadata=(*token, parent))
+                reply = lookup(request, timeout=WAIT_S, metadata=(*token, parent))
                 with pytest.raises(grpc.RpcError):
-                    lookup(b"no message", timeout=10, metadata=token)
+                    lookup(b"no message", timeout=WAIT_S, metadata=token)
         with grpc.insecure_channel(wire.address(str(server.directory / wire.ADMIN_SOCKET))) as channel:
             inspect = channel.unary_stream(wire.path_of(wire.ADMIN.methods_by_name["Inspect"]), bytes, bytes)
-            pieces = list(inspect(pb.InspectRequest(view=pb.VIEW_STATS).SerializeToString(), timeout=10))
+            pieces = list(inspect(pb.InspectRequest(view=pb.VIEW_STATS).SerializeToString(), timeout=WAIT_S))
     spans = collector.spans()
     names = [span.name.removeprefix("hicache.v1.") for span in spans]
     assert sorted(set(names)) == [

@@ -167,7 +167,7 @@ def test_prefetch(known: Known) -> None:
     will = "bring up to 2 pages (8.00 KiB) from NVMe to host memory; 3 pages of the prefix are there\n"
     assert shell.text("prefetch", words(WARM), "--dry-run") == f"would {will}"
     assert shell.text("prefetch", words(WARM)) == f"will {will}begun: 2 pages; there already: 3\n"
-    server.until(lambda inside: inside.cache.tiers[HOST].num_free == 59, within_s=10)
+    server.until(lambda inside: inside.cache.tiers[HOST].num_free == 59, within_s=WAIT_S)
     assert shell.json("prefetch", words(WARM))["done"] == {"begun_pages": 0, "there_pages": 5, "left_pages": 0}
     assert shell.json("prefetch", "5", status=1)["done"] is None
 
