@@ -245,16 +245,16 @@ class Edge:
         return _Admitted(Call(deadline, session))
 
     def _check_open(self, session: Session, sessions: Sessions) -> None:
-        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may; or as many of all of
-        them, and more than its share of the session."""
+        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may; or as many as its
+        tenant, and more than its share of the session."""
         limits = sessions.limits
         most = limits.max_calls_per_session
         if session.num_open > 2 * most:
             raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
         # Who has few is refused for nobody's sake: all shares together are as much again.
         share = max(1, limits.max_calls // limits.max_sessions)
-        if session.num_open > share and sessions.num_open >= limits.max_calls + limits.max_sessions:
-            problem = f"{limits.max_calls} calls of all sessions are under way, and more than {share} are this one's"
+        if session.num_open > share and not sessions.may_open(session):
+            problem = f"as many calls as may be are under way, and more than {share} are this session's"
             raise LimitReached(problem, field="max_calls")
 
     async def _received(self, context: Context, call: Call) -> bytes:

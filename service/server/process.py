@@ -47,6 +47,7 @@ from hicache.service.server.keeping import Keeper
 from hicache.service.server.metrics import MetricsServer
 from hicache.service.server.recording import Recording
 from hicache.service.server.sessions import Sessions
+from hicache.service.server.shares import Peers
 from hicache.service.server.storing import Storing
 from hicache.service.server.welcoming import Welcoming
 from hicache.service.snapshot import stats_of
@@ -87,7 +88,8 @@ class Server:
         self.config: Final = config
         self.clock: Final = served.cache.clock
         self.cache: Final = served.cache
-        self.sessions: Final = Sessions(served.cache, config.limits, config.times)
+        peers = Peers(config.tenants, has_group=config.socket_group is not None)
+        self.sessions: Final = Sessions(served.cache, config.limits, config.times, peers)
         self.storing: Final = Storing(served.cache, served.host, self.sessions, self.start)
         self.recording: Final = Recording(self.clock, self.sessions.boot)
         self.stopping: Final = asyncio.Event()

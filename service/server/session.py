@@ -3,6 +3,8 @@
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from hicache.node import Node
 from hicache.service.errors import UnknownNamespace
 from hicache.service.server.intake import AT_ONCE
 from hicache.service.server.promises import Promises
+from hicache.service.server.shares import Peer
 from hicache.service.server.staging import Staging
 from hicache.service.work import EngineWork
 from hicache.tier import PageIdentity, Slots
@@ -93,6 +96,8 @@ class Session:
     number: int
     """Shown to people."""
     tenant: str
+    peer: Peer
+    """Who what it takes is counted for."""
     name: str
     """As the client calls itself."""
     uid: int
@@ -107,6 +112,8 @@ class Session:
     """Calls under way."""
     num_open: int = 0
     """Calls that gRPC has not done with: those under way, those whose answers were not read, and the stream."""
+    kept_bytes: int = 0
+    """Of token ids that reservations keep, and promises behind replies."""
     unread_bytes: int = 0
     """Of long replies that gRPC has not done with."""
     was_read: asyncio.Event = field(default_factory=asyncio.Event)
@@ -152,6 +159,37 @@ class Session:
     def is_idle(self) -> bool:
         """Whether it holds nothing and waits for nothing."""
         return not (self.leases or self.reservations or self.num_calls or self.promises.num_open)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether something of it stays with the server when it has ended."""
+        return self.num_open > 0 or self.kept_bytes > 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of its staging memory."""
+        return self.staging.num_slots * self.staging.stride if self.staging is not None else 0
+
+    def told(self, now: float) -> dict[str, Any]:
+        """The session as JSON-able values, at `now` in monotonic seconds: "session", "tenant", "name", "pid",
+        "attached", "silent_s", "calls", "leases", "reservations", "pages" (kept in place), "oldest_lease_s" (0 without
+        leases), "staging_bytes" and "namespaces"."""
+        return {
+            "session": self.number,
+            "tenant": self.tenant,
+            "name": self.name,
+            "pid": self.pid,
+            "attached": self.is_attached,
+            "silent_s": max(0.0, now - self.last_heard),
+            "calls": self.num_calls,
+            "leases": len(self.leases),
+            "reservations": len(self.reservations),
+            "pages": self.num_pages,
+            # They are in the order in which they were given.
+            "oldest_lease_s": max([0.0, *(now - lent.began for lent in islice(self.leases.values(), 1))]),
+            "staging_bytes": self.staging_bytes,
+            "namespaces": len(self.namespaces),
+        }
 
     def registered(self, namespace_id: int) -> Registered:
         """A namespace of the session, which is used now. Raises `BadRequest`, `UnknownNamespace`."""

@@ -15,7 +15,6 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
 from typing import Any, Final, NoReturn
 
 from hicache.cache import Cache
@@ -26,6 +25,7 @@ from hicache.service.metrics import LEASE_BOUNDS_S, Histogram
 from hicache.service.server.boot import Boot
 from hicache.service.server.naming import Names
 from hicache.service.server.session import Lent, Reservation, Session
+from hicache.service.server.shares import Peer, Peers, Pool
 from hicache.service.server.staging import Staging
 from hicache.service.wire import TOKEN_BYTES
 from hicache.service.work import EngineWork
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 class Sessions:
     """All sessions of a server."""
 
-    def __init__(self, cache: Cache, limits: Limits, times: Times) -> None:
+    def __init__(self, cache: Cache, limits: Limits, times: Times, peers: Peers) -> None:
         self.cache: Final = cache
         self.limits: Final = limits
         self.times: Final = times
@@ -66,15 +66,17 @@ class Sessions:
         slowest = list(cache.tiers.values())[-1]
         self.max_pinned: Final = max(1, int(slowest.capacity_pages * limits.leased_share))
         """Pages that their pins may keep in the cache."""
+        self.peers: Final = peers
         self._by_key: Final[dict[bytes, Session]] = {}
-        self.num_open = 0
-        """Calls and streams that gRPC has not done with."""
-        self._unread: Final[set[Session]] = set()
-        """Sessions that have ended while gRPC has not done with theirs: they count on, as their clients have not read
-        what was answered, and gRPC keeps it until they have or hang up."""
-        self._staged_bytes = 0
-        self._num_counted = 0
-        """Sessions that there are, or are about to be."""
+        self._counted: Final = Pool(peers, limits.max_sessions)
+        """Sessions that there are, are about to be, or linger."""
+        self._staged: Final = Pool(peers, limits.total_staging_bytes)
+        """Bytes of staging memory."""
+        self._open: Final = Pool(peers, limits.max_calls + limits.max_sessions)
+        """Calls and streams that gRPC has not done with; each session has one stream."""
+        self._lingering: Final[set[Session]] = set()
+        """Sessions that have ended and left something, so that nobody leaves it over and over: answers that their
+        clients have not read, which gRPC keeps until they have or hang up; token ids that a promise keeps."""
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_key.values()))
@@ -84,41 +86,61 @@ class Sessions:
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def reserve_staging(self, num_bytes: int) -> None:
-        """Count a session that is about to begin, and its staging memory, before that is allocated. Raises
+    def reserve_staging(self, peer: Peer, num_bytes: int) -> None:
+        """Count a peer's session that is about to begin, and its staging memory, before that is allocated. Raises
         `LimitReached`, `Draining`."""
         if self.is_draining:
             raise Draining("the server is about to stop")
-        if (num_held := self._num_counted + self.num_unread) >= self.limits.max_sessions:
-            raise LimitReached(f"{num_held} are all that there may be", field="max_sessions")
-        if self._staged_bytes + num_bytes > self.limits.total_staging_bytes:
-            raise LimitReached(f"all sessions have {self._staged_bytes} bytes already", field="total_staging_bytes")
-        self._staged_bytes += num_bytes
-        self._num_counted += 1
+        if not self._counted.fits(peer):
+            raise LimitReached(f"{self._counted.held(peer)} are there, and no more may be", field="max_sessions")
+        if not self._staged.fits(peer, num_bytes):
+            problem = f"{self._staged.held(peer)} bytes are in use, and {num_bytes} more may not be"
+            raise LimitReached(problem, field="total_staging_bytes")
+        self._staged.note(peer, num_bytes)
+        self._counted.note(peer, 1)
 
-    def unreserve_staging(self, num_bytes: int) -> None:
-        """Take back what `reserve_staging` counted: no session came of it, or it has ended."""
-        self._staged_bytes -= num_bytes
-        self._num_counted -= 1
+    def unreserve_staging(self, peer: Peer, num_bytes: int) -> None:
+        """Take back what `reserve_staging` counted: no session came of it."""
+        self._staged.note(peer, -num_bytes)
+        self._counted.note(peer, -1)
 
     @property
-    def num_unread(self) -> int:
-        """Sessions that have ended, and whose clients have not read all answers."""
-        return len(self._unread)
+    def num_open(self) -> int:
+        """Calls and streams that gRPC has not done with."""
+        return self._open.total
+
+    @property
+    def num_lingering(self) -> int:
+        """Sessions that have ended and count on."""
+        return len(self._lingering)
+
+    def may_open(self, session: Session) -> bool:
+        """Whether there may be one call or stream more, which is not a session's own part of them."""
+        return self._open.fits(session.peer)
 
     def note_call(self, session: Session) -> None:
         """The current task carries out a call of the session, or its stream: it is open until gRPC, whose task that is,
         has sent the last of its answer."""
 
         def done(_: object) -> None:
-            self.num_open -= 1
+            self._open.note(session.peer, -1)
             session.num_open -= 1
-            if not session.num_open:
-                self._unread.discard(session)
+            self._settle(session)
 
-        self.num_open += 1
+        self._open.note(session.peer, 1)
         session.num_open += 1
         _current_task().add_done_callback(done)
+
+    def note_kept(self, session: Session, num_bytes: int) -> None:
+        """So many bytes of token ids more, or fewer, are kept for the session."""
+        session.kept_bytes += num_bytes
+        self._settle(session)
+
+    def _settle(self, session: Session) -> None:
+        """Let a session go that has ended, once nothing of it is left."""
+        if session in self._lingering and not session.has_left:
+            self._lingering.remove(session)
+            self._counted.note(session.peer, -1)
 
     def note_reply(self, session: Session, num_bytes: int) -> None:
         """The current task, which carries out a call of the session, sends so many bytes."""
@@ -137,8 +159,8 @@ class Sessions:
         token = secrets.token_bytes(TOKEN_BYTES)
         self.num_begun += 1
         session = Session(
-            number=self.num_begun, tenant=tenant, name=name, uid=uid, pid=pid, key=_key(token), staging=staging,
-            last_heard=self.cache.clock.monotonic(), pidfd=pidfd,
+            number=self.num_begun, tenant=tenant, peer=self.peers.of(tenant, uid), name=name, uid=uid, pid=pid,
+            key=_key(token), staging=staging, last_heard=self.cache.clock.monotonic(), pidfd=pidfd,
         )  # fmt: skip
         self._by_key[session.key] = session
         if pidfd >= 0:
@@ -164,12 +186,12 @@ class Sessions:
             os.close(session.pidfd)
         for number in [*session.leases, *session.reservations]:
             self.release(session, number)
-        self.unreserve_staging(session.staging.num_slots * session.staging.stride if session.staging else 0)
+        self._staged.note(session.peer, -session.staging_bytes)
         if session.staging is not None:
             session.staging.close()
         session.handles.clear()
-        if session.num_open:
-            self._unread.add(session)
+        self._lingering.add(session)
+        self._settle(session)
         session.ended.set()
         session.was_read.set()
         session.news.set()
@@ -315,9 +337,8 @@ class Sessions:
 
     def stats(self) -> dict[str, Any]:
         """The sessions as JSON-able values: "draining", "begun", "ended" (by reason), "work" (the fields of
-        `EngineWork`, all sessions since the start), "saved_s" (prefill that hits have saved), and "sessions", each with
-        its "session", "tenant", "name", "pid", "attached", "silent_s", "calls", "leases", "reservations", "pages" (kept
-        in place), "oldest_lease_s" (0 without leases), "staging_bytes" and "namespaces"."""
+        `EngineWork`, all sessions since the start), "saved_s" (prefill that hits have saved), and "sessions", each as
+        `Session.told` has it."""
         now = self.cache.clock.monotonic()
         return {
             "draining": self.is_draining,
@@ -325,25 +346,7 @@ class Sessions:
             "ended": dict(self.ended),
             "work": asdict(self.work),
             "saved_s": self.saved_s,
-            "sessions": [
-                {
-                    "session": session.number,
-                    "tenant": session.tenant,
-                    "name": session.name,
-                    "pid": session.pid,
-                    "attached": session.is_attached,
-                    "silent_s": max(0.0, now - session.last_heard),
-                    "calls": session.num_calls,
-                    "leases": len(session.leases),
-                    "reservations": len(session.reservations),
-                    "pages": session.num_pages,
-                    # They are in the order in which they were given.
-                    "oldest_lease_s": max([0.0, *(now - lent.began for lent in islice(session.leases.values(), 1))]),
-                    "staging_bytes": session.staging.num_slots * session.staging.stride if session.staging else 0,
-                    "namespaces": len(session.namespaces),
-                }
-                for session in self
-            ],
+            "sessions": [session.told(now) for session in self],
         }
 
 

@@ -13,7 +13,6 @@ half-copied page nor a lost slot. What the client changes in its staging memory 
 import asyncio
 import struct
 import weakref
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,13 +27,16 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.copying import Copying
 from hicache.service.server.session import Reservation, Session, Tokens
 from hicache.service.server.sessions import Sessions
+from hicache.service.server.shares import Pool
 from hicache.tier import HOST, PageIdentity, PageSums, chain_digest
 from hicache.tiers.host import HostTier
 from hicache.tokens import check_ids
 
 MAX_KEPT_BYTES: Final = 256 << 20
-"""Token ids of reservations and of promises behind replies: each keeps those from the root on. Where there are so many,
-a session may still have its share of as many again, one `max_sessions`-th; beyond twice so many nobody has any."""
+"""Token ids of reservations and of promises behind replies: each keeps those from the root on. They are divided among
+tenants (`shares.py`); who may have no more of them may still have, for each session, a share of as many again, one
+`max_sessions`-th. A session that has ended counts on as long as it keeps any, so that there are no more than twice so
+many."""
 BEHIND_S: Final = 60.0
 """How long a promise behind the reply may take before it counts as lost."""
 
@@ -61,9 +63,8 @@ class Storing:
         """Commits that were published."""
         self.bytes_stored = 0
         """Bytes that they copied."""
-        self._kept_bytes = 0
-        self._kept_of: Final = Counter[int]()
-        """The same by session's number; those that have ended may still keep some."""
+        self._kept: Final = Pool(sessions.peers, MAX_KEPT_BYTES)
+        """Bytes of token ids that are kept."""
         self._host: Final = host
         self._start: Final = start
         self.copying: Final = Copying(host, cache.clock)
@@ -128,33 +129,31 @@ class Storing:
     ) -> tuple[Reservation | None, "pb.Reason"]:
         """Slots for the pages from `first_page` on, as many as can be had, and why they are fewer. The tokens count as
         kept from now on: other calls do not find the same room meanwhile."""
-        number, num_bytes = session.number, tokens.nbytes
-        if not self._may_keep(number, num_bytes):
+        num_bytes = tokens.nbytes
+        if not self._may_keep(session, num_bytes):
             return None, pb.REASON_LIMIT
-        self._note_kept(number, num_bytes)
+        self._note_kept(session, num_bytes)
         try:
             reservation, reason = await self._take_slots(
                 session, namespace_id, namespace, tokens, first_page, lease, deadline
             )
         finally:
-            self._note_kept(number, -num_bytes)
+            self._note_kept(session, -num_bytes)
         if reservation is not None:
-            self._note_kept(number, reservation.tokens.nbytes)
+            self._note_kept(session, reservation.tokens.nbytes)
             # Not when it ends: a promise behind the reply keeps it until the pages are durable.
-            weakref.finalize(reservation, self._note_kept, number, -reservation.tokens.nbytes).atexit = False
+            weakref.finalize(reservation, self._note_kept, session, -reservation.tokens.nbytes).atexit = False
         return reservation, reason
 
-    def _may_keep(self, number: int, num_bytes: int) -> bool:
-        """Whether a session may keep token ids of so many bytes more. Others above their share are not in the way of
-        one that is not."""
-        is_within = self._kept_of[number] + num_bytes <= MAX_KEPT_BYTES // self.sessions.limits.max_sessions
-        return self._kept_bytes + num_bytes <= (2 * MAX_KEPT_BYTES if is_within else MAX_KEPT_BYTES)
+    def _may_keep(self, session: Session, num_bytes: int) -> bool:
+        """Whether token ids of so many bytes more may be kept for a session. Others above their share are not in the
+        way of one that is not."""
+        share = MAX_KEPT_BYTES // self.sessions.limits.max_sessions
+        return session.kept_bytes + num_bytes <= share or self._kept.fits(session.peer, num_bytes)
 
-    def _note_kept(self, number: int, num_bytes: int) -> None:
-        self._kept_bytes += num_bytes
-        self._kept_of[number] += num_bytes
-        if not self._kept_of[number]:
-            del self._kept_of[number]
+    def _note_kept(self, session: Session, num_bytes: int) -> None:
+        self._kept.note(session.peer, num_bytes)
+        self.sessions.note_kept(session, num_bytes)
 
     async def _take_slots(
         self,

@@ -73,10 +73,10 @@ class Welcoming:
         """Begin a session for a hello that was checked; `pidfd` is its own then, or closed. Waits for its staging
         memory to be made. Raises `LimitReached`, `Draining`, `NoRoom`."""
         stride, num_slots = self._host.slot_stride, self._staging_slots(hello)
-        staging: Staging | None = None
+        peer, staging = self.sessions.peers.of(hello.tenant, uid), None
         try:
             # Counted before anything is allocated.
-            self.sessions.reserve_staging(num_slots * stride)
+            self.sessions.reserve_staging(peer, num_slots * stride)
             try:
                 if num_slots:
                     staging = await _make_staging(num_slots, stride)
@@ -84,7 +84,7 @@ class Welcoming:
                     tenant=hello.tenant, name=hello.name, uid=uid, pid=pid, pidfd=pidfd, staging=staging
                 )
             except BaseException:
-                self.sessions.unreserve_staging(num_slots * stride)
+                self.sessions.unreserve_staging(peer, num_slots * stride)
                 if staging is not None:
                     staging.close()
                 raise

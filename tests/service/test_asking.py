@@ -140,13 +140,13 @@ def test_who_asks_and_does_not_listen_ends_as_silent(tmp_path: Path) -> None:
             while server.call(lambda inside: len(inside.sessions)) == 2:
                 assert client.lookup(Prompt(NAMESPACE, range(PAGE))).num_tokens == PAGE
             assert server.call(lambda inside: inside.sessions.ended) == {"it was silent": 1}
-            server.until(lambda inside: inside.sessions.num_unread == 1, within_s=WAIT_S)
+            server.until(lambda inside: inside.sessions.num_lingering == 1, within_s=WAIT_S)
             assert stream.is_active(), "the client has not hung up"
             client.close()
             server.until(lambda inside: not len(inside.sessions), within_s=WAIT_S)
             with connect(server.directory), pytest.raises(LimitReached, match="max_sessions"):
                 connect(server.directory)
-        server.until(lambda inside: not len(inside.sessions) + inside.sessions.num_unread, within_s=WAIT_S)
+        server.until(lambda inside: not len(inside.sessions) + inside.sessions.num_lingering, within_s=WAIT_S)
         with connect(server.directory), connect(server.directory):
             assert server.call(lambda inside: len(inside.sessions)) == 2
 

@@ -132,7 +132,7 @@ def test_what_a_slow_disk_leaves_open_is_bounded(tmp_path: Path, monkeypatch: py
                         reservation[0][:] = page_bytes(_prompt(number), 0)
                         assert reservation.commit(durability=Durability.BEHIND).outcome is Outcome.RESIDENT
             assert outcomes == [(Outcome.ACCEPTED, "")] * num_most + [(Outcome.REFUSED, "limit")] * 2
-        server.until(lambda inside: inside.storing._kept_bytes == 0, within_s=WAIT_S)
+        server.until(lambda inside: inside.storing._kept.total == 0, within_s=WAIT_S)
         assert store(client, _prompt(100), durability=Durability.WAIT) == PAGE
         assert client.durable_sequence == num_most + 1
 
@@ -160,7 +160,7 @@ def test_what_one_session_keeps_leaves_each_its_share(tmp_path: Path, monkeypatc
         for each in more + kept:
             each.abandon()
         server.until(_keeps(0), within_s=WAIT_S)
-        assert not server.call(lambda inside: inside.storing._kept_of)
+        assert server.call(lambda inside: {each.kept_bytes for each in inside.sessions}) == {0}
 
 
 def test_reservations_that_wait_count_as_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_reservations_that_wait_count_as_kept(tmp_path: Path, monkeypatch: pytes
 
 def _keeps(num_pages: int) -> Callable[[Server], bool]:
     """Whether the server keeps the token ids of so many pages."""
-    return lambda inside: inside.storing._kept_bytes == num_pages * 4 * PAGE
+    return lambda inside: inside.storing._kept.total == num_pages * 4 * PAGE
 
 
 @contextmanager

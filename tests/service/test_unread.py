@@ -141,10 +141,10 @@ def test_all_sessions_together_have_a_bound_and_those_that_hang_up_count_no_more
                 client.pin(Prompt(NAMESPACE, TOKENS))
             assert check(good, TOKENS) == PAGE
             client.close()
-            server.until(lambda inside: len(inside.sessions) == 1 == inside.sessions.num_unread, within_s=WAIT_S)
+            server.until(lambda inside: len(inside.sessions) == 1 == inside.sessions.num_lingering, within_s=WAIT_S)
             with pytest.raises(LimitReached, match="max_sessions"):
                 connect(server.directory)
-        server.until(lambda inside: inside.sessions.num_unread == 0, within_s=WAIT_S)
+        server.until(lambda inside: inside.sessions.num_lingering == 0, within_s=WAIT_S)
         assert check(good, TOKENS) == PAGE
         with connect(server.directory) as another:
             assert check(another, TOKENS) == PAGE
@@ -190,8 +190,8 @@ def test_a_connection_that_is_not_read_is_closed(tmp_path: Path) -> None:
             raw.call(LOOKUP, [], token=b"nobody's")
         server.until(lambda inside: inside.sessions.num_open == 1 + 2, within_s=WAIT_S)
         client.close()
-        server.until(lambda inside: inside.sessions.num_unread == 1, within_s=WAIT_S)
+        server.until(lambda inside: inside.sessions.num_lingering == 1, within_s=WAIT_S)
         assert check(good, TOKENS) == PAGE
-        server.until(lambda inside: inside.sessions.num_unread == 0, within_s=10.0)
+        server.until(lambda inside: inside.sessions.num_lingering == 0, within_s=10.0)
         while raw.socket.recv(1 << 16):
             pass  # what was on its way, to the end
