@@ -18,7 +18,7 @@ from hicache.service.server.adopting import Adopting
 from hicache.service.server.edge import Call, Stream
 from hicache.service.server.pieces import read_piece, write_piece
 from hicache.service.server.recording import Recording
-from hicache.service.server.session import Lent, Session, Tokens
+from hicache.service.server.session import Lent, Registered, Session, Tokens
 from hicache.service.server.sessions import MAX_ABANDONED, Sessions
 from hicache.service.server.storing import Storing
 from hicache.service.wire import CACHE, MAX_BEAT_BYTES, parse, path_of
@@ -137,7 +137,9 @@ class DataCalls:
         theirs = self._published(session, request.prefix, match) if self._cache.tree.num_publications else None
         coverage = self._cache.coverage(match if theirs is None else theirs)
         if self._recording.is_on:
-            self._record(session, request.prefix, coverage, None)
+            registered = session.registered(request.prefix.namespace_id)
+            _, tokens = self._sessions.names.resolve(session, request.prefix)
+            self._record(session, registered, tokens, coverage, None)
         if theirs is not None:
             return pb.LookupReply(num_tokens=coverage.num_tokens, runs=runs_of(coverage))
         return pb.LookupReply(
@@ -147,11 +149,12 @@ class DataCalls:
             handle=self._handle(session, request.prefix.namespace_id, match),
         )
 
-    def _record(self, session: Session, prefix: pb.Prefix, coverage: Coverage, first_page: int | None) -> None:
+    def _record(
+        self, session: Session, registered: Registered, tokens: Tokens, coverage: Coverage, first_page: int | None
+    ) -> None:
         """Tell who records. Parallel ranks ask for one prompt together: the first one's asking counts."""
-        if session.registered(prefix.namespace_id).rank == 0:
-            namespace, tokens = self._sessions.names.resolve(session, prefix)
-            self._recording.note(session, namespace, tokens, runs_of(coverage), first_page)
+        if registered.rank == 0:
+            self._recording.note(session, registered.own, tokens, runs_of(coverage), first_page)
 
     def _published(self, session: Session, prefix: pb.Prefix, own: Match) -> Match | None:
         """What another tenant has published of a prefix, if that is more than the session's tenant has. Parallel ranks
@@ -173,6 +176,8 @@ class DataCalls:
         cache, sessions, session = self._cache, self._sessions, call.session
         page_size = cache.layout.page_size
         sessions.require_lease(session)
+        # Asked for once: the session may let its namespace or the handle go while the call waits.
+        registered = session.registered(request.prefix.namespace_id)
         namespace, tokens = sessions.names.resolve(session, request.prefix)
         match = sessions.names.match(session, request.prefix)
         if cache.tree.num_publications and self._published(session, request.prefix, match):
@@ -183,8 +188,9 @@ class DataCalls:
         coverage = cache.coverage(match)
         self._count(tokens, coverage)
         if self._recording.is_on:
-            self._record(session, request.prefix, coverage, request.first_page)
+            self._record(session, registered, tokens, coverage, request.first_page)
         reason, most = pb.REASON_NONE, request.first_page + sessions.room(session)
+        may_share = request.partial and len(registered.ranks) == 1
         if most * page_size < match.num_tokens:
             match, reason = cache.tree.match(namespace, tokens[: most * page_size], published=False), pb.REASON_LIMIT
         while match.num_tokens > request.first_page * page_size:
@@ -197,7 +203,7 @@ class DataCalls:
                 if path:
                     cache.writing_through.used(path[-1])
                     cache.tell_use(lease)
-                    reply = self._lend(session, lease, path, request)
+                    reply = self._lend(session, lease, path, request, tokens if may_share else None)
                     if reply is None:
                         cache.release(lease)
                         return pb.AcquireReply(first_page=request.first_page, cut_short=cut_short or reason)
@@ -228,10 +234,11 @@ class DataCalls:
         return pb.REASON_NONE if arrived else pb.REASON_TIER_UNAVAILABLE
 
     def _lend(
-        self, session: Session, lease: Lease, path: list[Node], request: pb.AcquireRequest
+        self, session: Session, lease: Lease, path: list[Node], request: pb.AcquireRequest, tokens: Tokens | None
     ) -> pb.AcquireReply | None:
         """Keep the arena's copies from `first_page` on in place, as far as they follow one another; the session's lease
-        then ends there. None if the first of them is not there."""
+        then ends there. `tokens`: of the whole prompt, where a page that shares some behind them is lent as well. None
+        if the first of them is not there."""
         cache, page_size, first_page = self._cache, self._cache.layout.page_size, request.first_page
         # Looked at again: other calls of the session have been lent pages while this one waited.
         self._sessions.require_lease(session)
@@ -250,7 +257,7 @@ class DataCalls:
             start = end
         if not kept:
             return None
-        partial = self._partial(session, request, start, room) if request.partial else None
+        partial = self._partial(kept[-1], start, tokens[start * page_size :], room) if tokens is not None else None
         if partial is not None:
             parts.append(partial.node.slots(HOST)[partial.page :][:1])
         slots = np.concatenate(parts)
@@ -270,10 +277,11 @@ class DataCalls:
             generations=generations.tobytes(),
         )
 
-    def _partial(self, session: Session, request: pb.AcquireRequest, num_pages: int, room: int) -> Partial | None:
-        """The page that shares further tokens with the prompt, if it follows the first `num_pages`, is in the arena
-        (part of a page is not worth a read from a disk) and its node has at most `room` pages."""
-        match = self._sessions.names.match(session, request.prefix)
+    def _partial(self, node: Node, num_pages: int, tokens: Tokens, room: int) -> Partial | None:
+        """The page that shares further tokens with the prompt, which has `tokens` behind the `num_pages` on the path to
+        a node, if it follows these, is in the arena (part of a page is not worth a read from a disk) and its node has
+        at most `room` pages."""
+        match = self._cache.tree.match_after(node, num_pages, tokens)
         partial = match.partial if match.num_tokens == num_pages * self._cache.layout.page_size else None
         if partial is None or partial.node.residency(HOST) is not Residency.RESIDENT:
             return None

@@ -143,6 +143,41 @@ def test_what_waits_keeps_the_namespace_that_it_was_asked_for(
         assert server.call(lambda inside: inside.cache.tiers[HOST].num_free) == 8
 
 
+@pytest.mark.parametrize("few", ["limits__max_namespaces", "limits__max_handles"])
+def test_a_lease_that_waits_needs_its_names_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: str) -> None:
+    """The namespace or the handle is let go while pages come to the arena: they are lent as they were asked for, with
+    the page that shares tokens behind them, and the client need not ask again."""
+    with (
+        thread_server(tmp_path, **{few: 1}) as server,
+        connect(server.directory) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        cache, waits, goes_on, num_asked = server.server.cache, threading.Event(), asyncio.Event(), list[int]()
+        promote = cache.promote
+
+        async def promote_later(*what: Any, **how: Any) -> bool:
+            num_asked.append(1)
+            waits.set()
+            await goes_on.wait()
+            return await promote(*what, **how)
+
+        shared = Prompt(NAMESPACE, [*range(2 * PAGE + 5), *range(7000, 7020)])
+        store(client, range(4 * PAGE))
+        store(client, range(9000, 9000 + PAGE))
+        assert client.lookup(shared).num_tokens == 2 * PAGE
+        monkeypatch.setattr(cache, "promote", promote_later)
+        waiting = threads.submit(client.acquire, shared, partial=True)
+        assert waits.wait(WAIT_S)
+        client.lookup(Prompt(salted(1), TOKENS))
+        assert client.lookup(Prompt(NAMESPACE, range(9000, 9000 + PAGE))).num_tokens == PAGE
+        server.call(lambda _: goes_on.set())
+        with waiting.result(WAIT_S) as lease:
+            assert (lease.num_tokens, lease.partial_tokens) == (2 * PAGE, 5)
+            assert lease.partial is not None
+            assert lease.partial.tobytes() == page_bytes(range(4 * PAGE), 2)
+        assert len(num_asked) == 1
+
+
 def test_long_records_are_few_at_a_time(tmp_path: Path) -> None:
     """I21: however many namespaces a session may have, their records are bounded, each counted once a rank."""
     with thread_server(tmp_path) as server, connect(server.directory) as client:
