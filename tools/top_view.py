@@ -116,7 +116,7 @@ def _tokens(watch: Watch, style: Style) -> list[str]:
 
 
 def _evictions(counters: dict[str, Any]) -> str:
-    told = [f"{tier} {count:,} (kept below)" for tier, count in counters["evicted_pages"].items()]
+    told = [f"{tier} {count:,} (kept elsewhere)" for tier, count in counters["evicted_pages"].items()]
     told += [f"{tier} {count:,} (lost)" for tier, count in counters["dropped_pages"].items()]
     if counters["metadata_dropped_pages"]:
         told.append(f"index {counters['metadata_dropped_pages']:,} (lost, as its memory was full)")

@@ -124,7 +124,7 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The server of itself, JSON-able: "version", "protocol", "boot_id" (hex), "pid", "up_s", "commits",
-        "bytes_stored", "metrics_port" and "tcp_port" (or null)."""
+        "bytes_stored", "metrics_port" and "tcp_port" (or null), "tenants" (the configuration's names)."""
         return {
             "version": hicache.__version__,
             "protocol": wire.PROTOCOL,
@@ -135,6 +135,7 @@ class Server:
             "bytes_stored": self.storing.bytes_stored,
             "metrics_port": self.metrics.port if self.metrics is not None else None,
             "tcp_port": self.tcp_port,
+            "tenants": sorted(self.config.tenants),
         }
 
     def measured(self) -> list[Metric]:

@@ -58,7 +58,7 @@ def test_the_known_prefixes_have_the_colours_of_their_tiers(look: Look) -> None:
     expect(page.locator("#state")).to_have_text("live")
     expect(page.locator("#legend")).to_contain_text("hostNVMe")
     expect(page.locator("#used")).to_contain_text("12.0 KiB of 256 KiB")
-    expect(page.locator("#totals")).to_contain_text("Pages that lefthost 4 (kept below)")
+    expect(page.locator("#totals")).to_contain_text("Pages that lefthost 4 (kept elsewhere)")
     # Nothing is asked of anybody else, the token is in no address, and the one in the bar has lost it.
     origin = page.url.rstrip("/")
     assert looking.asked

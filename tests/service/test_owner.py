@@ -147,6 +147,23 @@ def test_walks_are_bounded_and_survive_what_changes_meanwhile(tmp_path: Path) ->
         assert len(ask("Browse", pb.BrowseRequest(walk=walks[-1], max_nodes=10), pb.BrowseReply).nodes) == 1
 
 
+def test_walks_that_nobody_goes_on_with_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with thread_server(tmp_path) as server, connect(server.directory) as client, owner(server) as ask:
+        for number in range(3):
+            store(client, range(1000 * number, 1000 * number + PAGE))
+        lasting = ask("Browse", pb.BrowseRequest(max_nodes=1), pb.BrowseReply).walk
+        with monkeypatch.context() as patched:
+            patched.setattr("hicache.service.server.walks.FORGOTTEN_S", 0.0)
+            browsed = ask("Browse", pb.BrowseRequest(max_nodes=1), pb.BrowseReply)
+            verified = ask("Verify", pb.VerifyRequest(max_pages=1), pb.VerifyReply)
+        with pytest.raises(LeaseExpired, match=str(browsed.walk)):
+            ask("Browse", pb.BrowseRequest(walk=browsed.walk, max_nodes=1), pb.BrowseReply)
+        with pytest.raises(LeaseExpired, match=str(verified.walk)):
+            ask("Verify", pb.VerifyRequest(walk=verified.walk), pb.VerifyReply)
+        step = ask("Browse", pb.BrowseRequest(walk=lasting, max_nodes=1), pb.BrowseReply)
+        assert len(ask("Browse", pb.BrowseRequest(walk=step.walk, max_nodes=10), pb.BrowseReply).nodes) == 1
+
+
 def test_a_verification_in_steps_reads_every_copy_once(tmp_path: Path) -> None:
     with thread_server(tmp_path) as server, connect(server.directory) as client, owner(server) as ask:
         for number in range(6):

@@ -18,7 +18,7 @@ from hicache.tools.cli import main
 from hicache.tools.commands import evict
 from hicache.tools.units import format_seconds
 from tests.repository import ROOT
-from tests.service.serving import WAIT_S, ThreadServer
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, store
 from tests.service.test_deadlines import leave_the_host
 from tests.tools.served import COLD, WARM, Shell, known_server, words
@@ -212,7 +212,8 @@ def test_flush(known: Known) -> None:
         assert shell.text("flush", "--all", status=1) == f"will {will}5 pages stay: they are held\n"
     assert shell.json("flush", "--all")["done"] == {"held_pages": 0, "durable": True}
     assert server.call(lambda inside: inside.cache.tree.num_nodes) == 0
-    assert shell.json("flush", "--tenant", "red")["plan"]["pages"] == 0
+    complaint = "hicache flush: this server has no tenants; --all is everybody\n"
+    assert shell("flush", "--tenant", "red") == (1, "", complaint)
     status, _, err = shell("explain", "1")
     assert (status, err) == (1, "hicache explain: nothing is cached yet: the server has no namespaces\n")
 
@@ -231,6 +232,15 @@ def test_flush_of_one_tenant(known: Known) -> None:
     assert shell.text("flush", "--tenant", "red") == f"will {will}all is forgotten\n"
     assert shell.json("stats")["num_prefixes"] == 3
     assert server.call(lambda inside: inside.cache.tiers[HOST].num_free) == 61
+
+
+def test_flush_of_a_tenant_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with thread_server(tmp_path, tenants={"blue": {}}) as server:
+        shell = Shell(server.directory, capsys)
+        for more in ((), ("--dry-run",), ("--json",)):
+            status = shell("flush", "--tenant", "blu\x1b", *more)
+            assert status == (1, "", "hicache flush: no tenant of this server is called blu\\x1b\n")
+        assert shell.json("flush", "--tenant", "blue")["plan"]["pages"] == 0, "it has nothing yet"
 
 
 def test_verify(known: Known) -> None:

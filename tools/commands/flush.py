@@ -6,6 +6,7 @@ from typing import Any
 from hicache.tools.arguments import utf8
 from hicache.tools.commands import _server
 from hicache.tools.commands._server import Outcome
+from hicache.tools.exits import CommandFailed
 from hicache.tools.owner import Owner, reached
 from hicache.tools.terminal import printable
 from hicache.tools.units import format_bytes, plural
@@ -16,7 +17,8 @@ examples:
   hicache flush --tenant red
 
 It waits until what was removed stays removed over a restart, too. Pages that a lease or a pin
-holds stay until it ends, and so do those before them.
+holds stay until it ends, and so do those before them. A tenant that the server does not know is
+an error.
 
 {_server.EXITS}
 """
@@ -43,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry the command out and return the exit status."""
     tenant = args.tenant or ""
     with reached(args.socket_dir) as owner:
+        if tenant:
+            _check_known(owner, tenant)
         plan = _planned(owner, tenant)
         says = (
             f"forget {plural(plan['prefixes'], 'prefix', 'prefixes')} with {plural(plan['pages'], 'page')} "
@@ -59,6 +63,16 @@ def run(args: argparse.Namespace) -> int:
             return Outcome(done, told, reply.is_durable and not reply.num_held)
 
         return _server.act(args, "flush", plan, says, flush)
+
+
+def _check_known(owner: Owner, tenant: str) -> None:
+    """Raise `CommandFailed` for a tenant that is neither the configuration's nor one of whom something is cached."""
+    named = owner.stats["server"].get("tenants")  # an older server does not tell
+    if named is None or tenant in {*named, *(each["tenant"] for each in owner.stats["namespaces"])}:
+        return
+    if not named:
+        raise CommandFailed("this server has no tenants; --all is everybody")
+    raise CommandFailed(f"no tenant of this server is called {printable(tenant, 40)}")
 
 
 def _planned(owner: Owner, tenant: str) -> dict[str, Any]:

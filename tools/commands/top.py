@@ -33,8 +33,8 @@ Uses are requests that were given a prefix since the server was started. In a la
 server takes a while to go through all prefixes, a moment at a time.
 
 Tiers are bars; lanes show what they move now, their queues, and what they moved before, one
-column an interval; tokens are shown by where they came from. Pages that were "kept below" left a
-tier while another one had them, a slower one most of the time; "lost" ones left the cache.
+column an interval; tokens are shown by where they came from. Pages that were "kept elsewhere" left
+a tier while another one had them, a slower one most of the time; "lost" ones left the cache.
 
 examples:
   hicache top

@@ -72,7 +72,7 @@ function show(now, span) {
 
 function showTotals({ counters, num_nodes, server, pins }) {
   const pages = (by, how) => Object.entries(by).map(([name, count]) => `${named(name)} ${whole(count)}${how}`);
-  const left = [...pages(counters.evicted_pages, " (kept below)"), ...pages(counters.dropped_pages, " (lost)")];
+  const left = [...pages(counters.evicted_pages, " (kept elsewhere)"), ...pages(counters.dropped_pages, " (lost)")];
   const wrong = [...pages(counters.failed_moves, " not moved"), ...pages(counters.corrupt_pages, " corrupt")];
   const totals = {
     Prefixes: whole(num_nodes),
