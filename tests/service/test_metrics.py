@@ -265,9 +265,9 @@ def test_what_is_no_request_is_refused_and_harms_nobody(server: ThreadServer, da
 
 def test_idle_connections_are_few_and_end(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who connect and ask nothing take no more than their share, and it comes back."""
-    monkeypatch.setattr(endpoint, "REQUEST_S", 0.3)
     address = ("127.0.0.1", port_of(server))
-    with ExitStack() as stack:
+    with monkeypatch.context() as patched, ExitStack() as stack:
+        patched.setattr(endpoint, "REQUEST_S", 0.3)
         idle = [stack.enter_context(socket.create_connection(address, WAIT_S)) for _ in range(20)]
         for connection in idle:
             assert connection.recv(1) == b""

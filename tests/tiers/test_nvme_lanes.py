@@ -689,12 +689,12 @@ async def tier_that_hangs(files: HeldFiles) -> AsyncIterator[tuple[NvmeTier, asy
 def test_closing_does_not_wait_for_ever_for_a_hung_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hicache.tiers.nvme.store, "CLOSE_TIMEOUT_S", 0.05)
     files = HeldFiles("preadv")
 
     async def main() -> None:
         async with tier_that_hangs(files) as (tier, reading):
-            with caplog.at_level(logging.WARNING):
+            with caplog.at_level(logging.WARNING), monkeypatch.context() as patched:
+                patched.setattr(hicache.tiers.nvme.store, "CLOSE_TIMEOUT_S", 0.05)
                 await tier.close()
             assert "does not answer" in caplog.text
             assert not reading.done()

@@ -679,7 +679,6 @@ def test_of_two_whole_logs_the_newer_is_made_sure_of_before_the_older_goes(tmp_p
 
 
 def test_closing_does_not_wait_for_ever_for_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache.tiers.nvme.store.CLOSE_TIMEOUT_S", 0.05)
     files = HeldFiles("fdatasync")
 
     async def main() -> None:
@@ -688,7 +687,9 @@ def test_closing_does_not_wait_for_ever_for_a_flush(tmp_path: Path, monkeypatch:
             await keep(tier, identity_chain(2))
             waiting = asyncio.ensure_future(synced(tier))  # noqa: TID251 somebody waits while the tier is closed
             await asyncio.to_thread(files.arrived.acquire)
-            await tier.close()
+            with monkeypatch.context() as patched:
+                patched.setattr("hicache.tiers.nvme.store.CLOSE_TIMEOUT_S", 0.05)
+                await tier.close()
             with pytest.raises(TierUnavailable, match="closed"):
                 await waiting
             files.let_go()
