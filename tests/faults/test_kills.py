@@ -109,7 +109,6 @@ def test_seventy_kills_lose_nothing(tmp_path: Path, block: int) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(300)  # some fifty processes
 def test_c22_of_two_that_start_at_once_one_wins_and_is_not_disturbed(tmp_path: Path) -> None:
     """Twenty times, one of the two through a symbolic link, now and then on what a killed process has left."""
     directory, link = tmp_path / "store", tmp_path / "link"

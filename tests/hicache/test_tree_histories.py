@@ -19,7 +19,7 @@ STEPS = 300 if SOAK else 100
 FIRST_SEED = random.SystemRandom().randrange(10**9) if SOAK else 0
 
 
-@pytest.mark.timeout(7200 if SOAK else 120)
+@pytest.mark.timeout(7200 if SOAK else 300)
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_histories_agree_with_the_dictionary(block: int) -> None:
     first = FIRST_SEED + block * HISTORIES_PER_BLOCK

@@ -20,7 +20,7 @@ from hicache.tiers.memory import started_executor
 from tests.repository import ROOT
 from tests.service.stored import LAYOUT, PAGE
 
-WAIT_S: Final = 30.0
+WAIT_S: Final = 60.0
 """How long anything may take that is not what a test is about."""
 
 T = TypeVar("T")

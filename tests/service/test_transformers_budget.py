@@ -21,7 +21,6 @@ CHUNK: Final = 4 * PAGE_SIZE
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_context_of_four_budgets_stays_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget holds the device tier, the buffers through which pages stream from NVMe, and the memory that attention
     keeps: on the CPU all of them are memory of the device."""

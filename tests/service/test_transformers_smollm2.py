@@ -52,7 +52,6 @@ def asked(model: Any) -> list[Asked]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # loading the model takes 20 seconds, and minutes on a busy machine
 @pytest.mark.parametrize("device_pages", [64, 3], ids=["fits", "four_times_the_device"])
 def test_a_real_model_answers_the_same(model: Any, asked: list[Asked], device_pages: int) -> None:
     layout = layout_of(model, page_size=PAGE_SIZE)

@@ -13,7 +13,6 @@ from hicache.tools.bench.results import Peak, Row
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_context_over_three_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ROUNDS", 1)
     # Buffers of a small context's size, and none that this thread had before.

@@ -22,7 +22,6 @@ THREADS = {"layerwise_overlap_threads", "layerwise_load"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # loading the model takes 20 seconds, and minutes on a busy machine
 def test_bench_movers_measures_every_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

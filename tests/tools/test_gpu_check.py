@@ -85,7 +85,6 @@ def test_the_whole_check_says_of_every_part_what_became_of_it(
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(200)
 def test_the_part_with_the_demo_understands_what_the_demo_says(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", [render(source.module) for source in SOURCES[:4]])
     rows: list[Row] = []
@@ -95,7 +94,6 @@ def test_the_part_with_the_demo_understands_what_the_demo_says(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_package_that_is_missing_fails_the_part_that_needs_it_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
