@@ -86,7 +86,8 @@ def test_reading_twice_reads_the_device_twice(tmp_path: Path) -> None:
                 assert await tier.read([PageRead(0, 0, identity, into.data)]) == [Outcome.OK]
                 assert np.array_equal(into, stamp(identity, tier.page_bytes))
                 costs.append(device_bytes("read_bytes") - before)
-            assert len(set(costs)) == 1
+            # The process may read other things meanwhile. A file system in memory costs nothing.
+            assert min(costs) >= (SHAPE.page_bytes if costs[0] >= SHAPE.page_bytes else 0)
 
     run(main())
 
