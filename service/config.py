@@ -36,9 +36,11 @@ class Limits:
     """What a client, or all of them together, may take at most. Everything is refused before it is allocated."""
 
     max_sessions: int = 64
+    """Those included that have ended while answers are not read, or promises not settled. Half of them, of `max_calls`
+    and of `total_staging_bytes` is divided among the tenants, so that none is without (`server/shares.py`)."""
     max_calls: int = 1024
-    """Calls under way, over all sessions, those included whose answers were not read. Where there are so many, a
-    session may still have its share of them, one `max_sessions`-th and at least one."""
+    """Calls under way, those included whose answers were not read, over all sessions and beyond each one's own share:
+    that is one `max_sessions`-th of as many again, and at least one."""
     max_calls_per_session: int = 64
     max_tokens: int = 1 << 20
     """Tokens of one prompt."""

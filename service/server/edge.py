@@ -245,17 +245,14 @@ class Edge:
         return _Admitted(Call(deadline, session))
 
     def _check_open(self, session: Session, sessions: Sessions) -> None:
-        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may; or as many as its
-        tenant, and more than its share of the session."""
+        """Raise `LimitReached` if gRPC holds as many calls and streams of the session as it may, by itself or with
+        others."""
         limits = sessions.limits
         most = limits.max_calls_per_session
         if session.num_open > 2 * most:
             raise LimitReached(f"answers of more than {most} calls were not read", field="max_calls_per_session")
-        # Who has few is refused for nobody's sake: all shares together are as much again.
-        share = max(1, limits.max_calls // limits.max_sessions)
-        if session.num_open > share and not sessions.may_open(session):
-            problem = f"as many calls as may be are under way, and more than {share} are this session's"
-            raise LimitReached(problem, field="max_calls")
+        if not sessions.may_open(session):
+            raise LimitReached(f"{session.num_open} are under way, and no more may be", field="max_calls")
 
     async def _received(self, context: Context, call: Call) -> bytes:
         """The call's message, once the session's long replies are read. Raises `UnknownSession` where its session has

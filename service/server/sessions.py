@@ -25,7 +25,7 @@ from hicache.service.metrics import LEASE_BOUNDS_S, Histogram
 from hicache.service.server.boot import Boot
 from hicache.service.server.naming import Names
 from hicache.service.server.session import Lent, Reservation, Session
-from hicache.service.server.shares import Peer, Peers, Pool
+from hicache.service.server.shares import Peer, Peers, Pool, beyond
 from hicache.service.server.staging import Staging
 from hicache.service.wire import TOKEN_BYTES
 from hicache.service.work import EngineWork
@@ -72,8 +72,10 @@ class Sessions:
         """Sessions that there are, are about to be, or linger."""
         self._staged: Final = Pool(peers, limits.total_staging_bytes)
         """Bytes of staging memory."""
-        self._open: Final = Pool(peers, limits.max_calls + limits.max_sessions)
-        """Calls and streams that gRPC has not done with; each session has one stream."""
+        self._open: Final = Pool(peers, limits.max_calls)
+        """Calls and streams that gRPC has not done with, beyond each session's own."""
+        self._own_open: Final = max(1, limits.max_calls // limits.max_sessions) + 1
+        """A session's own: its share of as many calls again, and its stream."""
         self._lingering: Final[set[Session]] = set()
         """Sessions that have ended and left something, so that nobody leaves it over and over: answers that their
         clients have not read, which gRPC keeps until they have or hang up; token ids that a promise keeps."""
@@ -105,31 +107,24 @@ class Sessions:
         self._counted.note(peer, -1)
 
     @property
-    def num_open(self) -> int:
-        """Calls and streams that gRPC has not done with."""
-        return self._open.total
-
-    @property
     def num_lingering(self) -> int:
         """Sessions that have ended and count on."""
         return len(self._lingering)
 
     def may_open(self, session: Session) -> bool:
-        """Whether there may be one call or stream more, which is not a session's own part of them."""
-        return self._open.fits(session.peer)
+        """Whether the session may have one call or stream more, as far as others are concerned."""
+        return self._open.fits(session.peer, beyond(self._own_open, session.num_open, session.num_open + 1))
 
     def note_call(self, session: Session) -> None:
         """The current task carries out a call of the session, or its stream: it is open until gRPC, whose task that is,
         has sent the last of its answer."""
+        self._note_open(session, 1)
+        _current_task().add_done_callback(lambda _: self._note_open(session, -1))
 
-        def done(_: object) -> None:
-            self._open.note(session.peer, -1)
-            session.num_open -= 1
-            self._settle(session)
-
-        self._open.note(session.peer, 1)
-        session.num_open += 1
-        _current_task().add_done_callback(done)
+    def _note_open(self, session: Session, more: int) -> None:
+        self._open.note(session.peer, beyond(self._own_open, session.num_open, session.num_open + more))
+        session.num_open += more
+        self._settle(session)
 
     def note_kept(self, session: Session, num_bytes: int) -> None:
         """So many bytes of token ids more, or fewer, are kept for the session."""

@@ -5,7 +5,11 @@ not, and as large a one as every other has. So one peer alone may have all but t
 one peer only, it may have all.
 
 A peer is a tenant. Where there are no tenants, but users of a group may connect, it is a user; how many will come
-nobody knows then, so there is a part for each that is there, and for one more.
+nobody knows then, so there is a part for each that is there, and for one more. Who has nothing yet is refused for
+nobody else's part.
+
+Of what its sessions ask for all the time, calls and token ids, each session has a share beside that, so that sessions
+of one tenant leave each other some (`beyond`).
 
 The alternatives that lost: sessions that end for a newcomer's sake, as no tenant is to notice another; and a bound for
 each tenant, as most of what there is would lie idle while one tenant works alone.
@@ -39,6 +43,12 @@ class Peers:
         return 1 if self._are_users else max(0, self._num_tenants - num_present)
 
 
+def beyond(own: int, before: int, after: int) -> int:
+    """How much more of what is divided a session has when it has `after` of something instead of `before`: up to `own`
+    is its own, beside that."""
+    return max(0, after - own) - max(0, before - own)
+
+
 class Pool:
     """So much of something that all peers have together, and what of it each has. Belongs to the event loop.
 
@@ -61,10 +71,14 @@ class Pool:
         return self._held[peer]
 
     def fits(self, peer: Peer, amount: int = 1) -> bool:
-        """Whether a peer may have so much more."""
+        """Whether a peer may have so much more. Nothing more always fits."""
+        if not amount:
+            return True
         divided = self._most // 2
         if self.total + amount + divided <= self._most:
-            return True  # though nobody may use a part: this is asked for every call
+            return True  # even if nobody used any of a part: this is asked for every call
+        if not self._held[peer]:
+            return self.total + amount <= self._most
         others = self._held.keys() - {peer}
         num_absent = self._peers.num_absent(len(others) + 1)
         part = divided // (len(others) + 1 + num_absent)

@@ -27,16 +27,15 @@ from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.copying import Copying
 from hicache.service.server.session import Reservation, Session, Tokens
 from hicache.service.server.sessions import Sessions
-from hicache.service.server.shares import Pool
+from hicache.service.server.shares import Pool, beyond
 from hicache.tier import HOST, PageIdentity, PageSums, chain_digest
 from hicache.tiers.host import HostTier
 from hicache.tokens import check_ids
 
 MAX_KEPT_BYTES: Final = 256 << 20
-"""Token ids of reservations and of promises behind replies: each keeps those from the root on. They are divided among
-tenants (`shares.py`); who may have no more of them may still have, for each session, a share of as many again, one
-`max_sessions`-th. A session that has ended counts on as long as it keeps any, so that there are no more than twice so
-many."""
+"""Token ids of reservations and of promises behind replies: each keeps those from the root on. So many are divided
+among tenants (`shares.py`), and beside them each session has its own share of as many again, one `max_sessions`-th. One
+that has ended counts as a session as long as it keeps any: there are no more than twice so many."""
 BEHIND_S: Final = 60.0
 """How long a promise behind the reply may take before it counts as lost."""
 
@@ -64,7 +63,8 @@ class Storing:
         self.bytes_stored = 0
         """Bytes that they copied."""
         self._kept: Final = Pool(sessions.peers, MAX_KEPT_BYTES)
-        """Bytes of token ids that are kept."""
+        """Bytes of token ids that are kept, beyond each session's own."""
+        self._own_kept: Final = MAX_KEPT_BYTES // sessions.limits.max_sessions
         self._host: Final = host
         self._start: Final = start
         self.copying: Final = Copying(host, cache.clock)
@@ -146,13 +146,12 @@ class Storing:
         return reservation, reason
 
     def _may_keep(self, session: Session, num_bytes: int) -> bool:
-        """Whether token ids of so many bytes more may be kept for a session. Others above their share are not in the
-        way of one that is not."""
-        share = MAX_KEPT_BYTES // self.sessions.limits.max_sessions
-        return session.kept_bytes + num_bytes <= share or self._kept.fits(session.peer, num_bytes)
+        """Whether token ids of so many bytes more may be kept for a session."""
+        return self._kept.fits(session.peer, beyond(self._own_kept, session.kept_bytes, session.kept_bytes + num_bytes))
 
     def _note_kept(self, session: Session, num_bytes: int) -> None:
-        self._kept.note(session.peer, num_bytes)
+        more = beyond(self._own_kept, session.kept_bytes, session.kept_bytes + num_bytes)
+        self._kept.note(session.peer, more)
         self.sessions.note_kept(session, num_bytes)
 
     async def _take_slots(

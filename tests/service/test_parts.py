@@ -1,0 +1,172 @@
+"""I33: what all sessions have together, of which one tenant cannot take the parts of the others."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import pytest
+
+from hicache.service import wire
+from hicache.service.client import Client, Durability, Outcome, Prompt, connect
+from hicache.service.client.transport import say_hello
+from hicache.service.errors import LimitReached
+from hicache.service.proto import hicache_pb2 as pb
+from hicache.service.server import storing
+from tests.service.http2 import RawChannel
+from tests.service.serving import WAIT_S, ThreadServer, thread_server
+from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
+from tests.service.test_deadlines import hung_disk
+from tests.service.test_unread import ASK, LOOKUP, TOKENS, num_open, statuses
+
+TENANTS: Final[dict[str, Any]] = {"red": {}, "blue": {}}
+
+
+def _begun(stack: ExitStack, server: ThreadServer, field: str, **how: Any) -> list[Client]:
+    """Sessions, until one more is refused for that limit."""
+    clients: list[Client] = []
+
+    def begin() -> None:
+        while True:
+            clients.append(stack.enter_context(connect(server.directory, **how)))
+
+    with pytest.raises(LimitReached, match=field):
+        begin()
+    return clients
+
+
+def _ended(server: ThreadServer, client: Client) -> None:
+    """Close a client, and wait until the server knows it."""
+    number = client.welcome.session_id
+    client.close()
+    server.until(lambda inside: number not in [each.number for each in inside.sessions], within_s=WAIT_S)
+
+
+def test_one_tenant_leaves_the_others_sessions_to_begin(tmp_path: Path) -> None:
+    """I21, I33: half of the sessions is divided among the tenants, also while some of them are not there."""
+    with thread_server(tmp_path, limits__max_sessions=8, tenants=TENANTS) as server, ExitStack() as stack:
+        reds = _begun(stack, server, "max_sessions", tenant="red")
+        assert len(reds) == 6
+        assert store(reds[0], range(PAGE), tenant="red") == PAGE
+        blues = _begun(stack, server, "max_sessions", tenant="blue")
+        assert len(blues) == 2
+        assert store(blues[1], range(PAGE), tenant="blue") == PAGE
+        _ended(server, blues[0])
+        assert not _begun(stack, server, "max_sessions", tenant="red"), "it is blue's, who may come again"
+        assert len(_begun(stack, server, "max_sessions", tenant="blue")) == 1
+        for red in reds[:3]:
+            _ended(server, red)
+        assert len(_begun(stack, server, "max_sessions", tenant="blue")) == 3, "what none has a part of is free to all"
+        assert not _begun(stack, server, "max_sessions", tenant="red")
+        assert check(reds[3], range(PAGE), tenant="red") == check(blues[1], range(PAGE), tenant="blue") == PAGE
+
+
+@pytest.mark.parametrize("tenants", [{}, {"red": {}}])
+def test_a_tenant_that_is_alone_has_all(tmp_path: Path, tenants: dict[str, Any]) -> None:
+    with thread_server(tmp_path, limits__max_sessions=8, tenants=tenants) as server, ExitStack() as stack:
+        assert len(_begun(stack, server, "max_sessions", tenant="".join(tenants))) == 8
+
+
+def test_one_tenant_leaves_the_others_staging_memory(tmp_path: Path) -> None:
+    """I21, I33: as with the sessions themselves."""
+    bound = {"limits__staging_bytes": 4 * LAYOUT.page_bytes, "limits__total_staging_bytes": 32 * LAYOUT.page_bytes}
+    with thread_server(tmp_path, tenants=TENANTS, **bound) as server, ExitStack() as stack:
+        reds = _begun(stack, server, "total_staging_bytes", tenant="red")
+        assert len(reds) == 6
+        blues = _begun(stack, server, "total_staging_bytes", tenant="blue")
+        assert len(blues) == 2
+        assert store(blues[1], range(4 * PAGE), tenant="blue") == 4 * PAGE
+
+
+def test_one_tenant_leaves_the_others_calls(tmp_path: Path) -> None:
+    """I31, I33: 32 calls, of which eight are each tenant's; and beside them four of each session."""
+
+    def opened(stack: ExitStack, tenant: str, num_calls: int, num_served: int) -> Client:
+        """A session that makes so many calls whose answers it does not read."""
+        client = stack.enter_context(connect(server.directory, tenant=tenant))
+        raw = stack.enter_context(RawChannel(server.directory / wire.DATA_SOCKET, window=0))
+        client.lookup(Prompt(NAMESPACE, TOKENS))
+        before = server.call(num_open)
+        for _ in range(num_calls):
+            raw.call(LOOKUP, [ASK], token=client.welcome.token)
+        refused = num_calls - num_served
+        assert statuses(raw, refused) == {grpc.StatusCode.RESOURCE_EXHAUSTED: refused}
+        server.until(lambda inside: num_open(inside) == before + num_served, within_s=WAIT_S)
+        return client
+
+    limits = {"limits__max_calls": 32, "limits__max_sessions": 8}
+    with thread_server(tmp_path, tenants=TENANTS, **limits) as server, ExitStack() as stack:
+        red = opened(stack, "red", 60, 32 - 8 + 4)
+        opened(stack, "red", 20, 4)
+        blue = opened(stack, "blue", 20, 8 + 4)
+        for client in (red, blue):
+            with pytest.raises(LimitReached, match="max_calls:"):
+                client.pin(Prompt(NAMESPACE, TOKENS))
+        with connect(server.directory, tenant="blue") as another:
+            assert store(another, TOKENS, tenant="blue") == PAGE
+
+
+def test_one_tenant_leaves_the_others_token_ids_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I21, I33: 16 pages' ids, of which four are each tenant's; and beside them two of each session."""
+    monkeypatch.setattr(storing, "MAX_KEPT_BYTES", 16 * 4 * PAGE)
+    with (
+        thread_server(tmp_path, host_pages=128, limits__max_sessions=8, tenants=TENANTS) as server,
+        ExitStack() as stack,
+    ):
+        for tenant, num_kept in (("red", 12 + 2), ("red", 2), ("blue", 4 + 2)):
+            client = stack.enter_context(connect(server.directory, tenant=tenant))
+            kept = [stack.enter_context(client.reserve(Prompt(NAMESPACE, _page(number)))) for number in range(16)]
+            assert [each.reason for each in kept] == [""] * num_kept + ["limit"] * (16 - num_kept)
+
+
+def test_sessions_that_begin_over_and_over_keep_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I21, I33, F17: the disk hangs, and each session leaves promises behind. It counts as long as it keeps token ids:
+    there are no more than twice as many, and those of a session that is there are left to it."""
+    monkeypatch.setattr(storing, "MAX_KEPT_BYTES", 16 * 4 * PAGE)
+    nvme = {"nvme__bytes": 256 * LAYOUT.page_bytes, "nvme__dir": str(tmp_path / "nvme")}
+    with (
+        thread_server(tmp_path, host_pages=64, limits__max_sessions=4, **nvme) as server,
+        connect(server.directory) as good,
+    ):
+        with hung_disk(server):
+            for number, num_promised in enumerate((16 + 4, 4, 4), 1):
+                with connect(server.directory) as client:
+                    pages = [_page(100 * number + index) for index in range(22)]
+                    assert sum([_is_promised(client, page) for page in pages]) == num_promised
+                server.until(lambda inside: len(inside.sessions) == 1, within_s=WAIT_S)
+                assert server.call(lambda inside: inside.sessions.num_lingering) == number
+            with pytest.raises(LimitReached, match="max_sessions"):
+                connect(server.directory)
+            assert [_is_promised(good, _page(number)) for number in range(5)] == [True] * 4 + [False]
+        server.until(lambda inside: not inside.sessions.num_lingering, within_s=WAIT_S)
+        with connect(server.directory) as client:
+            assert _is_promised(client, _page(50))
+
+
+def test_a_hello_of_which_nothing_comes_is_counted_no_more(tmp_path: Path) -> None:
+    """I23: nobody attaches, and the part is there again."""
+    with thread_server(tmp_path, limits__max_sessions=2, times__attach_s=0.2, tenants=TENANTS) as server:
+        for _ in range(3):
+            for _ in range(2):
+                _, fds = say_hello(server.directory, pb.Hello(protocol=wire.PROTOCOL, tenant="red"), WAIT_S)
+                for fd in fds:
+                    os.close(fd)
+            with pytest.raises(LimitReached, match="max_sessions"):
+                connect(server.directory, tenant="red")
+            server.until(lambda inside: not len(inside.sessions), within_s=WAIT_S)
+
+
+def _page(number: int) -> range:
+    return range(1000 * number, 1000 * number + PAGE)
+
+
+def _is_promised(client: Client, tokens: range) -> bool:
+    """Store a page that is promised to become durable; False where that is refused, as too many wait for it."""
+    with client.reserve(Prompt(NAMESPACE, tokens)) as reservation:
+        if reservation.outcome is Outcome.REFUSED:
+            assert reservation.reason == "limit"
+            return False
+        reservation[0][:] = page_bytes(tokens, 0)
+        return reservation.commit(durability=Durability.BEHIND).outcome is Outcome.RESIDENT
+
