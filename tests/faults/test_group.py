@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +17,8 @@ from hicache.service.client import connect
 from hicache.service.sockets import SocketDirectory
 from tests.faults.machine import need_root
 from tests.repository import ROOT
-from tests.service.serving import WAIT_S
-from tests.service.stored import PAGE, check
+from tests.service.serving import WAIT_S, ServerProcess, arguments
+from tests.service.stored import PAGE, check, store
 from tests.service.test_keeping import Keeping
 
 pytestmark = [pytest.mark.faults, pytest.mark.machine]
@@ -52,10 +53,32 @@ for name in sys.argv[2:]:
 """
 
 
+GREEDY: Final = """
+import sys
+from hicache.service.client import connect
+from hicache.service.errors import LimitReached
+clients = []
+try:
+    while True:
+        clients.append(connect(sys.argv[1], staging_bytes=0))
+except LimitReached as refused:
+    print(refused.field, len(clients), flush=True)
+sys.stdin.read()
+for client in clients:
+    client.close()
+"""
+"""Begins sessions until one is refused, and holds them until its standard input ends."""
+
+
+def _python(user: int, group: int, script: str, *arguments: object) -> list[str]:
+    """A command that runs a script as a user."""
+    rights = [f"--reuid={user}", f"--regid={group}", "--clear-groups", "--inh-caps=-all"]
+    return ["setpriv", *rights, sys.executable, "-c", script, *map(str, arguments)]
+
+
 def _as_user(user: int, group: int, directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "--inh-caps=-all", sys.executable, "-c",
-         ENGINE, str(directory), wire.ADMIN_SOCKET, wire.HEALTH_SOCKET],
+        _python(user, group, ENGINE, directory, wire.ADMIN_SOCKET, wire.HEALTH_SOCKET),
         cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
@@ -80,6 +103,36 @@ def test_the_group_has_its_engines_and_nobody_else_does() -> None:
         with connect(keeping.run) as client:
             assert check(client, range(3 * PAGE)) == 3 * PAGE
         keeping.stop()
+
+
+@contextmanager
+def _greedy(user: int, directory: Path) -> Iterator[int]:
+    """A user who has as many sessions as it may; how many those are."""
+    with subprocess.Popen(
+        _python(user, GROUP, GREEDY, directory), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            field, number = process.stdout.readline().split()
+            assert field == "max_sessions"
+            yield int(number)
+        finally:
+            process.communicate(timeout=WAIT_S)
+
+
+def test_one_user_of_the_group_leaves_the_others_sessions_to_begin() -> None:
+    """I33: where there are no tenants, also for the user who comes last."""
+    need_root()
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        home = Path(place)
+        home.chmod(0o755)
+        server = ServerProcess(home, arguments(limits__max_sessions=8, socket_group=GROUP))
+        stack.callback(server.stop)
+        assert stack.enter_context(_greedy(65533, server.directory)) == 6
+        assert stack.enter_context(_greedy(65532, server.directory)) == 1
+        with connect(server.directory) as client:
+            assert store(client, range(PAGE)) == PAGE
 
 
 def test_a_directory_of_another_group_or_for_all_is_refused(tmp_path: Path) -> None:
