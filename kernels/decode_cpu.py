@@ -30,6 +30,8 @@ _STORED_AS: Final[dict[torch.dtype, Any]] = {
     torch.bfloat16: np.uint16(0),
 }
 """Numbers by whose type the loops know how pages are stored: Numba has no half precision."""
+_AT_ONCE: Final = {4: 2, 2: 4}
+"""Tokens that the loops compute with together, by bytes of an element."""
 _LANES: Final = 16
 """Heads are a multiple of it."""
 _BLOCK: Final = 256
@@ -43,9 +45,11 @@ _RUNS_A_THREAD: Final = 4
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
-_AHEAD_BYTES: Final = {4: (6 << 10, 12 << 10), 2: (8 << 10, 16 << 10)}
-"""How far ahead data is asked for, the second time and the first, by bytes of an element: as was measured to be best,
-and little enough for the first cache."""
+_AHEAD_BYTES: Final = {4: (14 << 10, 3 << 10), 2: (18 << 10, 4 << 10)}
+"""How far ahead data is asked for, by bytes of an element, and how much nearer each time that it is asked for again: as
+was measured to be best, and little enough for the first cache."""
+_LATELY: Final = 64
+"""Requests that the loops look back at, at most."""
 _EARLY_BYTES: Final = 64 << 10
 """How far ahead one line of every 4 KiB is asked for, for the sake of its address, where a token has that much."""
 
@@ -112,7 +116,7 @@ class _Room(threading.local):
             job.num_vectors, job.most_runs, job.tokens_at_once = head_dim // _LANES, num_runs, _BLOCK
             num_blocks = num_kv_heads * job.blocks_a_head
             total_bytes = num_blocks * head_dim * 16
-            run_bytes = total_bytes + num_blocks * (32 + 128 + _BLOCK // 4 * 64) + 16 * (_BLOCK + _LEAD)
+            run_bytes = total_bytes + num_blocks * (32 + 128 + _BLOCK // 4 * 64) + 16 * (_BLOCK + _LEAD) + 8 * _LATELY
             # Apart from each other, as a core also loads what lies behind its own.
             job.run_bytes = ceil_div(run_bytes, 64) * 64 + _APART_BYTES
             with torch.inference_mode(False):
@@ -170,7 +174,9 @@ class Decoding:
         alone = (last - first) * 2 * token_bytes < self._num_threads * _ALONE_BYTES
         job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
         job.first, job.last = first, last
-        job.near, job.far = (ceil_div(num_bytes, head_bytes) for num_bytes in _AHEAD_BYTES[dtype.itemsize])
+        far_bytes, nearer_bytes = _AHEAD_BYTES[dtype.itemsize]
+        job.far = ceil_div(far_bytes, head_bytes)
+        job.again = min(ceil_div(nearer_bytes, head_bytes * _AT_ONCE[dtype.itemsize]), (_LATELY - 1) // 3)
         job.early = _EARLY_BYTES // token_bytes if 1 << 12 <= token_bytes <= job.token_stride else 0
         in_threads(_ready[dtype].address, job, 1 if alone else self._num_threads)
         self._used_runs = max(self._used_runs, job.num_runs)

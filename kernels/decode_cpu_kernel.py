@@ -4,7 +4,7 @@ A block of tokens has three passes: products of all heads' queries with the keys
 The first and the last are bound by memory and written in vectors of 16 (`_dots`, `_weigh`), which LLVM cuts down to
 what the machine has: two tokens at a time, in half precision four, and four query rows. What comes next is asked for,
 as the processor cannot know the next page: byte by byte in the order of memory, which its own prefetching then follows,
-and twice, because it drops requests when it has many.
+and again and again, because it drops requests when it has many.
 
 All that computes is in one file, as Numba's cache on disk looks at no other one; a `Job` is part of a function's type.
 """
@@ -25,6 +25,8 @@ LANES: Final = 16
 _NUM_ROWS: Final = 4
 _LEAD: Final = 64
 """Tokens that are looked at ahead, at most."""
+_LATELY: Final = 64
+"""Addresses asked for last that are kept, a power of two."""
 
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -77,6 +79,8 @@ _STORED: Final[dict[Any, tuple[int, Callable[[ir.IRBuilder, ir.Value], ir.Value]
 _AT_ONCE: Final[dict[Any, int]] = {types.float32: 2, types.int16: 4, types.uint16: 4}
 """Tokens that are computed with together, 2 or 4: enough that queries and sums are seldom loaded, and few enough that
 what is asked for ahead stays small."""
+_AHEAD: Final = types.UniTuple(types.int64, 4)
+"""Addresses at which something is asked for, the first time and again."""
 _LINE: Final = 64
 """Bytes of a cache line."""
 _SMALL_PAGE: Final = 4096
@@ -157,6 +161,10 @@ def _load_tokens(
     return [load(builder, _at(builder, address, offset)) for address in addresses]
 
 
+def _each(builder: ir.IRBuilder, addresses: ir.Value) -> list[ir.Value]:
+    return [builder.extract_value(addresses, i) for i in range(len(_AHEAD))]
+
+
 def _all_folded(builder: ir.IRBuilder, sums: Sequence[ir.Value], run: int = LANES) -> ir.Value:
     """Sums of 16, the second half of whose runs was added to the first until they are one: those of the first first."""
     while len(sums) > 1:
@@ -185,21 +193,20 @@ def _dots(
     query: Any,
     table: Any,
     offset: Any,
-    near: Any,
-    far: Any,
+    ahead: Any,
     num_vectors: Any,
     output: Any,
 ) -> tuple[Any, Any]:
     """Products of the keys of some tokens and four query rows, to 16 numbers at `output`, in order of tokens: of four
     tokens, or two for each row and of two tokens, to be added up. At `table` are the addresses of `_AT_ONCE` tokens, to
-    be moved by the offset; as much as they have is asked for at `near` and `far`."""
+    be moved by the offset; as much as they have is asked for at each address that is `ahead`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, query, table, offset, near, far, num_vectors, output = arguments
+        _, query, table, offset, ahead, num_vectors, output = arguments
         addresses = _addresses(builder, table, offset, stored)
 
         def body(i: ir.Value, sums: Sequence[ir.Value]) -> list[ir.Value]:
-            keys = _load_tokens(builder, addresses, (near, far), i, stored)
+            keys = _load_tokens(builder, addresses, _each(builder, ahead), i, stored)
             rows = []
             for row in range(_NUM_ROWS):
                 at = _at(builder, query, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
@@ -212,7 +219,7 @@ def _dots(
         _store(builder, _all_folded(builder, sums), output)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 7), generate
+    return types.void(stored, *[types.int64] * 3, _AHEAD, *[types.int64] * 2), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -235,8 +242,7 @@ def _weigh(
     total: Any,
     table: Any,
     offset: Any,
-    near: Any,
-    far: Any,
+    ahead: Any,
     num_vectors: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
@@ -244,7 +250,7 @@ def _weigh(
     `_dots`."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        _, total, table, offset, near, far, num_vectors, weights = arguments
+        _, total, table, offset, ahead, num_vectors, weights = arguments
         addresses = _addresses(builder, table, offset, stored)
         undefined = ir.Constant(_VECTOR, ir.Undefined)
         everywhere = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
@@ -255,7 +261,7 @@ def _weigh(
             spread.append(builder.shuffle_vector(first, undefined, everywhere))
 
         def body(i: ir.Value, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-            values = _load_tokens(builder, addresses, (near, far), i, stored)
+            values = _load_tokens(builder, addresses, _each(builder, ahead), i, stored)
             for row in range(_NUM_ROWS):
                 at = _at(builder, total, builder.mul(i, _INT64(_NUM_ROWS * _BYTES)), _INT64(row * _BYTES))
                 added = _load_floats(builder, at)
@@ -267,7 +273,7 @@ def _weigh(
         _loop(builder, num_vectors, [], body)
         return target.get_dummy_value()
 
-    return types.void(stored, *[types.int64] * 7), generate
+    return types.void(stored, *[types.int64] * 3, _AHEAD, *[types.int64] * 2), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -463,16 +469,17 @@ def _ahead_of(job: Any, at_once: Any, distance: Any) -> Any:
 
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
 def _pass(
-    stored: Any, job: Any, is_first: Any, num_tokens: Any, table_at: Any, rows_at: Any, pairs_at: Any, scores_at: Any
-) -> None:
+    stored: Any, job: Any, is_first: Any, num_tokens: Any, table_at: Any, rows_at: Any, pairs_at: Any, scores_at: Any,
+    lately: Any, num_asked: Any,
+) -> Any:
     """The first pass over tokens whose addresses are at `table_at`, with the query's rows, or the last, to those of the
-    total."""
+    total. `lately`: what was asked for, at `num_asked` counted on from pass to pass, which is returned."""
     num_vectors, blocks_a_head, head_stride = job.num_vectors, job.blocks_a_head, job.head_stride
     at_once = _at_once(stored)
     block_bytes, scores_bytes = _NUM_ROWS * _BYTES * num_vectors, job.tokens_at_once // 4 * _BYTES
     token_bytes = job.num_heads * head_stride
-    near_tokens, near_bytes = _ahead_of(job, at_once, job.near)
     far_tokens, far_bytes = _ahead_of(job, at_once, job.far)
+    again, kept = job.again, _LATELY - 1
     # What is asked for follows the order of memory: heads of one token, or tokens of one head.
     step, following = (head_stride, 8 * at_once) if head_stride > job.token_stride else (at_once * head_stride, 8)
     for first in range(0, num_tokens, at_once):
@@ -481,29 +488,32 @@ def _pass(
             # So that the processor knows by then where in memory the addresses are: looking it up takes long.
             for offset in range(0, token_bytes, _SMALL_PAGE):
                 _ask(stored, tokens_at + 8 * min(job.early, _LEAD - 2 * at_once), offset)
-        near_at, near = tokens_at + 8 * near_tokens, near_bytes
         far_at, far = tokens_at + 8 * far_tokens, far_bytes
         has_four = first % 4 + at_once == 4 or first + at_once == num_tokens
         for head in range(job.num_heads):
-            near_now, far_now, offset = _integer(near_at) + near, _integer(far_at) + far, head * head_stride
+            lately[num_asked & kept], offset = _integer(far_at) + far, head * head_stride
+            ahead = (
+                lately[num_asked & kept], lately[(num_asked - again) & kept],
+                lately[(num_asked - 2 * again) & kept], lately[(num_asked - 3 * again) & kept],
+            )  # fmt: skip
+            num_asked += 1
             for block in range(head * blocks_a_head, (head + 1) * blocks_a_head):
                 rows, four = rows_at + block * block_bytes, scores_at + block * scores_bytes + first // 4 * _BYTES
                 if not is_first:
                     weights = four + first % 4 * _NUM_ROWS * 4
-                    _weigh(stored, rows, tokens_at, offset, near_now, far_now, num_vectors, weights)
+                    _weigh(stored, rows, tokens_at, offset, ahead, num_vectors, weights)
                 elif at_once == 4:
-                    _dots(stored, rows, tokens_at, offset, near_now, far_now, num_vectors, four)
+                    _dots(stored, rows, tokens_at, offset, ahead, num_vectors, four)
                 else:
                     pairs = pairs_at + 2 * block * _BYTES
                     pair = pairs + first % 4 // 2 * _BYTES
-                    _dots(stored, rows, tokens_at, offset, near_now, far_now, num_vectors, pair)
+                    _dots(stored, rows, tokens_at, offset, ahead, num_vectors, pair)
                     if has_four:
                         _add_up(pairs, four)
-            near, far = near + step, far + step
-            while near >= token_bytes:
-                near_at, near = near_at + following, near - token_bytes
+            far += step
             while far >= token_bytes:
                 far_at, far = far_at + following, far - token_bytes
+    return num_asked
 
 
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
@@ -516,6 +526,8 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
     scores_at = pairs_at + num_blocks * 2 * _BYTES
     keys_at = sums_at + num_blocks * _NUM_ROWS * 4
     values_at = keys_at + (most + _LEAD) * 8
+    lately = carray(_pointer(values_at + (most + _LEAD) * 8, np.int64(0)), _LATELY)
+    lately[:], num_asked = query_at, np.int64(0)
     scores = carray(_pointer(scores_at, _F(0)), (num_blocks, most // 4, 16))
     keys = carray(_pointer(keys_at, np.int64(0)), most + _LEAD)
     values = carray(_pointer(values_at, np.int64(0)), most + _LEAD)
@@ -533,7 +545,7 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
         for i in range(_LEAD):
             keys[whole + i] = values[min(i, whole - 1)]
         _locate(job, table, start + count, last, values[whole : whole + _LEAD])
-        _pass(stored, job, True, whole, keys_at, query_at, pairs_at, scores_at)
+        num_asked = _pass(stored, job, True, whole, keys_at, query_at, pairs_at, scores_at, lately, num_asked)
         if job.cap > _F(0.0):
             for block in range(num_blocks):
                 for four in range(fours):
@@ -547,7 +559,7 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
                 scores_at + four_rows * most, fours, tops_at + four_rows, sums_at + four_rows,
                 total_at + block * _NUM_ROWS * num_vectors * _BYTES, num_vectors,
             )  # fmt: skip
-        _pass(stored, job, False, whole, values_at, total_at, pairs_at, scores_at)
+        num_asked = _pass(stored, job, False, whole, values_at, total_at, pairs_at, scores_at, lately, num_asked)
         start += count
 
 

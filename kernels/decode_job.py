@@ -16,7 +16,7 @@ class Job(ctypes.Structure):
     - products [H * R, 2, 16] and scores [H * R, N / 4, 16], room for N tokens at once;
     - `tops` [H * R * 4], the greatest score of every row, in units of log2, and `sums` [H * R * 4], of weights; these
       and the total are relative to the top;
-    - addresses int64 [2, N + 64], room for N tokens.
+    - addresses int64 [2, N + 64], room for N tokens, and [64], of what was asked for last.
     """
 
     _fields_ = (
@@ -34,9 +34,10 @@ class Job(ctypes.Structure):
         # Tokens of the table.
         ("first", ctypes.c_int64),
         ("last", ctypes.c_int64),
-        # How far ahead data is asked for, twice: in heads of a token.
-        ("near", ctypes.c_int64),
+        # How far ahead data is asked for, in heads of a token, and how many heads' requests later again, three times:
+        # a request is for the tokens that are computed with together.
         ("far", ctypes.c_int64),
+        ("again", ctypes.c_int64),
         # And how many tokens ahead, before that, a line of every 4 KiB is: 0 for none.
         ("early", ctypes.c_int64),
         # H, R, D / 16, N, and query heads of a key/value head.
