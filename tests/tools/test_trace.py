@@ -42,7 +42,8 @@ class Recording:
              str(server.directory), *options],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        server.until(lambda inside: inside.recording.is_on, within_s=WAIT_S)
+        # One that ends by itself may have ended before this is looked at.
+        server.until(lambda inside: inside.recording.is_on or self.process.poll() is not None, within_s=WAIT_S)
 
     def end(self, number: int | None = signal.SIGINT, *, status: int = 0) -> dict[str, Any]:
         """Send a signal, if any, and wait; what it told, which is of the schema."""
