@@ -165,19 +165,22 @@ from tests.service.test_restart import compute, open_cache
 from tests.service.test_compose import MODEL, prompt
 number = int(sys.argv[2])
 with open_cache(Path(sys.argv[1])) as cache:
-    for document in range(100 * number, 100 * number + 100):
+    for document in range(100 * number, 100 * number + 10):
         compute(cache, document, 100)
         persisted = cache.persist(MODEL, prompt(document, 100))
         print(json.dumps([document, persisted.num_tokens]), flush=True)
+    sys.stdin.read()
 """
+"""Makes prompts durable, fewer in three rounds than the tier has room for, and then waits to be killed."""
 
 
 def test_a_killed_process_loses_nothing_that_was_durable(tmp_path: Path) -> None:
     durable: dict[int, int] = {}
     for number in range(3):
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", CHILD, str(tmp_path), str(number)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert child.stdout is not None
         with child:
             for _ in range(4 + number):
