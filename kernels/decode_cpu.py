@@ -38,8 +38,8 @@ _BLOCK: Final = 256
 """Tokens whose scores the loops hold at once; a multiple of 4."""
 _LEAD: Final = 64
 """Tokens that the loops look ahead, at most."""
-_APART_BYTES: Final = 1 << 12
-"""Between what threads write to."""
+_APART_BYTES: Final = 1 << 16
+"""Between what threads write to, so that none loads what another one writes: what is asked for ahead reaches so far."""
 _RUNS_A_THREAD: Final = 4
 """More of them share out better what there is to do, and have more states to be merged."""
 _ALONE_BYTES: Final = 1 << 19
