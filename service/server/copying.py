@@ -79,9 +79,11 @@ class Copying:
         work = _Work(self._threads, self._host, staging.pages(page_bytes), sources, slots, has_crcs=has_crcs)
         num_bytes = num_pages * page_bytes
         num_threads = min(num_pages, max(1, num_bytes // CHUNK_BYTES))
-        if is_enough := num_threads >= self._max_threads:
-            num_threads = self._pace.choose()
-        is_alone, began = self._num_begun == self._num_ended, self._clock.monotonic()
+        is_enough, is_alone = num_threads >= self._max_threads, self._num_begun == self._num_ended
+        if is_enough:
+            # Beside others nothing is tried, as it could not be measured, perhaps for ever.
+            num_threads = self._pace.choose() if is_alone else self._pace.best
+        began = self._clock.monotonic()
         self._num_begun = num_begun = self._num_begun + 1
         staging.hold()
         try:

@@ -28,7 +28,7 @@ class Pace:
         self._num_chosen = 0
 
     def choose(self) -> int:
-        """The number of threads for the next piece."""
+        """The number of threads for the next piece, which is measured."""
         number, measured = min(self._seconds.items(), key=lambda each: len(each[1]))
         if len(measured) < NUM_NEEDED:
             return number
@@ -36,6 +36,14 @@ class Pace:
         if self._num_chosen % TRY_EVERY == 0:
             numbers = list(self._seconds)
             return numbers[self._num_chosen // TRY_EVERY % len(numbers)]
+        return self.best
+
+    @property
+    def best(self) -> int:
+        """The number that was fastest; while that is not known, the most: a thread that comes when all is done costs
+        less than a core that nobody uses."""
+        if min(map(len, self._seconds.values())) < NUM_NEEDED:
+            return max(self._seconds)
         return min(self._seconds, key=lambda number: median(self._seconds[number]))
 
     def took(self, num_threads: int, num_bytes: int, seconds: float) -> None:

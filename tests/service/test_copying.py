@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -72,6 +73,41 @@ def test_what_is_copied_at_once_stays_apart(
                 ]
                 host.free(slots)
                 assert await copies.is_whole(slots) == [None] * NUM_PAGES  # these are in another life
+
+    run(main())
+
+
+def test_copies_that_overlap_from_the_start_use_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing can be measured of them, however long they go on."""
+    monkeypatch.setattr(copying, "CHUNK_BYTES", PAGE_BYTES)
+    waits, goes_on, num_threads = threading.Event(), threading.Event(), dict[copying._Work, int]()
+    do_some = copying._Work.do_some
+
+    def noted(work: copying._Work, num_others: int) -> None:
+        num_threads.setdefault(work, num_others + 1)
+        if len(num_threads) == 1:
+            waits.set()
+            assert goes_on.wait(WAIT_S)
+        do_some(work, num_others)
+
+    async def main() -> None:
+        async with opened(None) as (_, host, staging):
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+                copies = Copying(host, SystemClock())
+            monkeypatch.setattr(copying._Work, "do_some", noted)
+            slots = host.allocate(NUM_PAGES)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(copies.copy(staging, slots[:9], slots[:9], has_crcs=False))
+                    assert await asyncio.to_thread(waits.wait, WAIT_S)
+                    for _ in range(5):
+                        await copies.copy(staging, slots[9:], slots[9:], has_crcs=False)
+                    goes_on.set()
+            finally:
+                goes_on.set()
+                copies.close()
+            assert list(num_threads.values()) == [1, 4, 4, 4, 4, 4]
 
     run(main())
 

@@ -52,6 +52,16 @@ def test_one_piece_that_was_disturbed_decides_nothing() -> None:
     assert pace.choose() == 2
 
 
+def test_until_all_are_measured_the_most_are_best() -> None:
+    pace = Pace(4)
+    assert pace.best == 4
+    for _ in range(NUM_NEEDED):
+        assert pace.best == 4
+        for number in (1, 2, 4):
+            pace.took(number, PIECE_BYTES, 1.0 if number == 2 else 1.5)
+    assert pace.best == 2
+
+
 def test_long_pieces_are_not_slow_ones() -> None:
     pace = Pace(2)
     for _ in range(NUM_NEEDED):
