@@ -3,9 +3,10 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,19 +65,39 @@ def test_a_hung_disk_costs_hits_and_no_call(tmp_path: Path) -> None:
         store(client, warm)
         found = client.lookup(Prompt(NAMESPACE, cold))
         assert found.runs == (("nvme", 4 * PAGE),)
-        with hung_disk(server):
+        numbers = count(2000, 1000)
+
+        def acquire() -> None:
             with in_time(DEADLINE_S + LATE_S), client.acquire(Prompt(NAMESPACE, cold), timeout_s=DEADLINE_S) as lease:
                 assert (len(lease), lease.cut_short) == (0, "deadline_exceeded")
-            assert check(client, warm) == 4 * PAGE
-            with client.reserve(Prompt(NAMESPACE, range(2000, 2000 + PAGE))) as reservation:
-                reservation[0][:] = page_bytes(range(2000, 2000 + PAGE), 0)
+
+        def commit() -> None:
+            tokens = range(first := next(numbers), first + PAGE)
+            with client.reserve(Prompt(NAMESPACE, tokens)) as reservation:
+                reservation[0][:] = page_bytes(tokens, 0)
                 with in_time(DEADLINE_S + LATE_S):
                     committed = reservation.commit(durability=Durability.WAIT, timeout_s=DEADLINE_S)
             assert (committed.outcome, committed.reason) == (Outcome.RESIDENT, "deadline_exceeded")
+
+        with hung_disk(server):
+            _answered(acquire)
+            assert check(client, warm) == 4 * PAGE
+            _answered(commit)
             assert client.prefetch(Prompt(NAMESPACE, cold), within_s=0.1).num_left_out == 0
         server.until(lambda inside: inside.cache.tree.num_leases == 0, within_s=WAIT_S)
         assert check(client, cold) == 4 * PAGE
         server.call(lambda inside: inside.cache.tree.check_integrity())
+
+
+def _answered(ask: Callable[[], None]) -> None:
+    """Ask, and again where the answer came too late: the server leaves a fifth of the time for its way back, and a busy
+    machine may take that."""
+    for _ in range(4):
+        try:
+            return ask()
+        except DeadlineExceeded:
+            continue
+    return ask()
 
 
 async def leave_the_host(server: ThreadServer) -> None:

@@ -96,7 +96,7 @@ def test_a_server_says_when_it_is_ready_that_it_lives_and_when_it_stops(
     tmp_path: Path, supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-    monkeypatch.setenv("WATCHDOG_USEC", "100000")
+    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     told: list[str] = []
 
     def hear() -> None:
