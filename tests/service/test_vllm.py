@@ -2,7 +2,6 @@
 sidecar, driven by a scheduler that admits, preempts, fails and finishes at random. tests/engines runs the real one."""
 
 import hashlib
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from hicache.errors import BadRequest
 from hicache.service.engines.link import Link, check_pages
+from hicache.service.engines.vllm.adapters import Loaded
 from hicache.service.engines.vllm.blocks import Blocks
 from hicache.service.engines.vllm.identity import Groups, Identity, check_parallel, check_version, format_of
 from hicache.service.engines.vllm.plan import Plan
@@ -25,7 +25,7 @@ from hicache.service.engines.vllm.settings import Settings
 from hicache.service.engines.vllm.transfers import Transfers
 from hicache.service.engines.weights import files_digest, model_directory
 from hicache.service.errors import LayoutMismatch
-from tests.service.serving import WAIT_S, ThreadServer, thread_server
+from tests.service.serving import ThreadServer, thread_server
 
 BLOCK: Final = 16
 LAYERS: Final = 2
@@ -147,14 +147,6 @@ def told(identity: Identity, *backends: str) -> Identity:
     return identity
 
 
-def until_settled(identity: Identity, asked: SimpleNamespace) -> None:
-    """Ask again, as vLLM does at each step."""
-    deadline = time.monotonic() + WAIT_S
-    while not identity.is_settled(asked):
-        assert time.monotonic() < deadline
-        os.sched_yield()
-
-
 def request(**change: Any) -> SimpleNamespace:
     values = {"cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None, **change}
     return SimpleNamespace(**values)
@@ -180,18 +172,15 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         config = config or engine_config()
         form = format_of(config, cache_config(), groups, {"isa": isa}, version)
         identity, asked = told(Identity.of(config, groups, form, weights), *backends), asked or request()
-        until_settled(identity, asked)
+        identity.adapters.take(loaded)
+        assert identity.is_settled(asked)
         namespace = identity.of_request(asked)
-        identity.close()
         assert namespace is not None
         return namespace.digest
 
-    for number, alpha in enumerate((16, 32)):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "adapter_model.safetensors").write_bytes(b"1")
-        (tmp_path / str(number) / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
-    lora = SimpleNamespace(lora_path=str(tmp_path / "0"), lora_int_id=1, load_inplace=False)
-    scaled = SimpleNamespace(lora_path=str(tmp_path / "1"), lora_int_id=2, load_inplace=False)
+    loaded = [Loaded(1, "a", "/a", 0, "sha256:1"), Loaded(2, "b", "/b", 0, "sha256:2")]
+    one = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a", load_inplace=False)
+    other = SimpleNamespace(lora_int_id=2, lora_name="b", lora_path="/b", load_inplace=False)
     names = [
         name(),
         name(version="0.32.1"),
@@ -210,8 +199,8 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
         name(asked=request(mm_features=[picture("a" * 64, 3)])),
         name(asked=request(mm_features=[picture("a" * 64, 4)])),
         name(asked=request(mm_features=[picture("b" * 64, 3)])),
-        name(asked=request(lora_request=lora)),
-        name(asked=request(lora_request=scaled)),
+        name(asked=request(lora_request=one)),
+        name(asked=request(lora_request=other)),
     ]
     assert len(set(names)) == len(names)
     assert name() == names[0]
@@ -222,14 +211,11 @@ def test_whatever_changes_the_bytes_of_a_page_changes_whose_it_is(tmp_path: Path
     assert identity.of_request(request()) != before
     for unknown in (
         request(prompt_embeds=object()),
-        request(lora_request=SimpleNamespace(lora_path=str(tmp_path / "none"), lora_int_id=2, load_inplace=False)),
-        request(lora_request=SimpleNamespace(lora_path=str(tmp_path / "0"), lora_int_id=3, load_inplace=True)),
+        request(lora_request=one),
         request(mm_features=[picture("a client's own name", 3)]),
         request(resumable=True),
     ):
-        until_settled(identity, unknown)
         assert identity.of_request(unknown) is None
-    identity.close()
     # Where vLLM keeps nothing itself, it counts pictures, and the next process counts others.
     counting = engine_config(model={"multimodal_config": SimpleNamespace(mm_processor_cache_gb=0)})
     identity = told(Identity.of(counting, GROUPS, b"f" * 32, "w"))
@@ -411,6 +397,7 @@ class Request:
     num_computed: int = 0
     is_waiting: bool = False
     """For pages."""
+    lora_request: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -473,7 +460,8 @@ class Scheduler:
         if len(self.free) < size:
             return False
         found = self.scheduling.matched(each, 0)
-        assert found is not None
+        if found is None:
+            return False
         assert 0 <= found < each.num_tokens
         assert found % BLOCK == 0
         each.blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(size)]
@@ -493,7 +481,17 @@ class Scheduler:
             if not each.is_waiting and rest:
                 scheduled[each.request_id] = self.rng.randrange(1, rest + 1)
         known = {each.request_id: each for each in self.running}
-        plan = self.scheduling.plan(SimpleNamespace(
+        plan = self.plan(scheduled, preempted)
+        self.num_saves += len(plan.saves)
+        self.transfers.take_away(plan)
+        self.compute({known[name]: count for name, count in scheduled.items()})
+        self.work(plan)
+        self.hear(plan)
+
+    def plan(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> Plan:  # type: ignore[assignment]  # as above
+        """The scheduler's side of a step."""
+        known = {each.request_id: each for each in self.running}
+        return self.scheduling.plan(SimpleNamespace(
             total_num_scheduled_tokens=sum(scheduled.values()),
             num_scheduled_tokens=scheduled,
             preempted_req_ids=preempted,
@@ -503,17 +501,19 @@ class Scheduler:
             ),
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (known[name].blocks,)),
         ))  # fmt: skip
-        self.num_saves += len(plan.saves)
-        self.transfers.take_away(plan)
-        for name, count in scheduled.items():
-            each = known[name]
+
+    def compute(self, scheduled: dict[Request, int]) -> None:
+        """So many tokens of requests."""
+        for each, count in scheduled.items():
             each.num_computed += count
             for index in range(each.num_computed // BLOCK):
                 for i, layer in enumerate("ab"):
                     self.memory[layer][each.blocks[index]] = self.contents(each.all_token_ids[: (index + 1) * BLOCK], i)
+
+    def work(self, plan: Plan) -> None:
+        """The worker's side of a step."""
         self.transfers.begin_loads(plan)
         self.transfers.begin_saves(plan)
-        self.hear(plan)
 
     def hear(self, plan: Plan) -> None:
         """What the worker's side says."""

@@ -1,96 +1,478 @@
-"""Digests of LoRA adapters: read by a thread, of what files hold, and of nobody when they have changed."""
+"""LoRA adapters: whose pages they are is what workers have loaded, and they go only with what they were computed with.
 
-import os
+Where vLLM is not, its part is played: files that are read when an adapter is first needed, and again when it was put
+out of memory since.
+"""
+
+import hashlib
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Final
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from hicache.service.engines.vllm.adapters import Adapters
-from tests.service.serving import WAIT_S
+from hicache.service.engines.vllm.adapters import Adapters, Answer, Loaded
+from hicache.service.engines.vllm.loaded import LoadedAdapters, digest_of, watch
+from hicache.service.engines.vllm.plan import Load, Plan, Save
+from tests.service.serving import ThreadServer
+from tests.service.test_vllm import BLOCK, NUM_BLOCKS, Request, Scheduler, server
 
-PATIENCE_S = 0.2
+__all__ = ["server"]
+
+PATIENCE_S: Final = 0.2
+
+
+def lora(number: int = 1, name: str = "a", path: str = "/a", *, load_inplace: bool = False) -> SimpleNamespace:
+    """As vLLM's `LoRARequest`."""
+    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=path, load_inplace=load_inplace)
+
+
+def loaded(digest: str = "1", *, rank: int = 0, number: int = 1, name: str = "a", path: str = "/a") -> Loaded:
+    return Loaded(number, name, path, rank, digest)
+
+
+def weights(**change: Any) -> SimpleNamespace:
+    """Of one layer."""
+    known = {"rank": 2, "scaling": 2.0, "lora_a": torch.ones(2, 8), "lora_b": torch.zeros(8, 2)}
+    return SimpleNamespace(**{**known, **change})
+
+
+def model(layers: dict[str, Any] | None = None, **change: Any) -> SimpleNamespace:
+    """An adapter as vLLM has read it."""
+    known = {"rank": 2, "is_3d_lora_weight": False, "loras": layers or {"q": weights()}, "modules_to_save": {}}
+    return SimpleNamespace(**{**known, **change})
+
+
+# -- what the scheduler's side knows ----------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_what_all_workers_have_loaded() -> None:
+    adapters = Adapters(2)
+    adapters.take([loaded(rank=0)])
+    assert adapters.digest(lora()) == ""
+    adapters.take([loaded(rank=1)])
+    digest = adapters.digest(lora())
+    assert digest
+    # Nor is its number part of it, nor its name: what it is called says nothing.
+    adapters.take([loaded(rank=rank, number=2, name="b", path="/b") for rank in (0, 1)])
+    assert adapters.digest(lora(2, "b", "/b")) == digest
+    # Where they have read it at other times, theirs is neither.
+    adapters.take([loaded(rank=0, number=3, name="c"), loaded("2", rank=1, number=3, name="c")])
+    adapters.take([loaded("2", rank=0, number=4, name="d"), loaded(rank=1, number=4, name="d")])
+    mixed, other = adapters.digest(lora(3, "c")), adapters.digest(lora(4, "d"))
+    assert len({digest, mixed, other}) == 3
+    assert mixed
+    assert other
+    # vLLM goes by the number alone; its own prefix cache by name and path.
+    assert adapters.digest(lora(1, "a", "/elsewhere")) == ""
+    assert adapters.digest(lora(1, "other")) == ""
+    assert adapters.digest(lora(load_inplace=True)) == ""
+
+
+@pytest.mark.parametrize(
+    "second", [loaded("2"), loaded("2", path="/b"), loaded("2", number=2), loaded(""), loaded("", number=2)]
+)
+def test_one_that_has_had_two_contents_is_nobodys(second: Loaded) -> None:
+    # KV of before may be in vLLM's own cache, under its number or its name.
+    adapters = Adapters(1)
+    adapters.take([loaded()])
+    assert adapters.digest(lora())
+    adapters.take([second])
+    assert adapters.digest(lora()) == ""
+    assert adapters.digest(lora(second.number, second.name, second.path)) == ""
+    adapters.take([loaded()])
+    assert adapters.digest(lora()) == "", "what was computed meanwhile is still there"
+    adapters.take([loaded(number=9, name="new")])
+    assert adapters.digest(lora(9, "new"))
+
+
+def test_workers_are_asked_once_for_what_they_may_have() -> None:
+    adapters = Adapters(2, patience_s=30.0, answer_s=30.0)
+    first = lora()
+    assert not adapters.is_settled(first)
+    assert adapters.asked() == [first]
+    assert not adapters.is_settled(lora())
+    assert adapters.asked() == []
+    adapters.take([], [Answer(1, 0)])
+    assert not adapters.is_settled(first)
+    # None of them has it: requests go on without, and are the ones for which it is loaded.
+    adapters.take([], [Answer(1, 1)])
+    assert adapters.is_settled(first)
+    assert adapters.digest(first) == ""
+    adapters.take([loaded(rank=0), loaded(rank=1)])
+    assert adapters.is_settled(first)
+    assert adapters.digest(first)
+    assert adapters.is_settled(lora(7, load_inplace=True)), "nobody's, whatever it is"
+    assert adapters.asked() == []
+
+
+def test_an_answer_is_good_for_a_while() -> None:
+    adapters = Adapters(1, answer_s=0.0)
+    assert not adapters.is_settled(lora())
+    assert len(adapters.asked()) == 1
+    adapters.take([], [Answer(1, 0)])
+    assert not adapters.is_settled(lora())
+    assert len(adapters.asked()) == 1
+
+
+def test_workers_that_do_not_answer_are_waited_for_once_and_not_for_long() -> None:
+    adapters = Adapters(1, patience_s=PATIENCE_S)
+    began = time.monotonic()
+    while not adapters.is_settled(lora()):
+        assert time.monotonic() - began < PATIENCE_S + 5.0
+    assert time.monotonic() - began >= PATIENCE_S
+    assert adapters.is_settled(lora()), "the next one does not wait"
+    assert not adapters.is_settled(lora(2)), "nor has it to do with others"
+
+
+# -- what a worker has ------------------------------------------------------------------------------------------------
+
+
+def test_whatever_an_adapter_computes_with_is_in_its_digest() -> None:
+    digests = [
+        digest_of(each)
+        for each in (
+            model(),
+            model(rank=4),
+            model(is_3d_lora_weight=True),
+            model({"k": weights()}),
+            model({"q": weights(), "k": weights()}),
+            model({"q": weights(scaling=1.0)}),
+            model({"q": weights(rank=4)}),
+            model({"q": weights(lora_a=torch.ones(2, 8).half())}),
+            model({"q": weights(lora_a=torch.ones(4, 4))}),
+            model({"q": weights(lora_a=torch.full((2, 8), 2.0))}),
+            model({"q": weights(lora_b=torch.ones(8, 2))}),
+            model({"q": weights(lora_b=None)}),
+            model(modules_to_save={"score": SimpleNamespace(weight=torch.ones(2), bias=None)}),
+            model(modules_to_save={"score": SimpleNamespace(weight=torch.ones(2), bias=torch.ones(1))}),
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest_of(model()) == digests[0]
+    with pytest.raises(TypeError, match="lora_a is a list"):
+        digest_of(model({"q": weights(lora_a=[torch.ones(2, 8)])}))
+
+
+def test_what_was_digested_does_not_change_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({"a": torch.ones(64, 64)}, path)
+    with safe_open(path, framework="pt") as file:
+        layer = weights(lora_a=file.get_tensor("a"))
+    digest = digest_of(model({"q": layer}))
+    save_file({"a": torch.zeros(64, 64)}, tmp_path / "new")
+    with path.open("r+b") as written:
+        written.write((tmp_path / "new").read_bytes())
+    assert torch.equal(layer.lora_a, torch.ones(64, 64))
+    assert digest_of(model({"q": layer})) == digest
+
+
+class Manager:
+    """vLLM's `WorkerLoRAManager`, and the one below it: so many adapters are in memory, those that were used last."""
+
+    def __init__(self, config: object, capacity: int = 2) -> None:
+        self.lora_config = config
+        self._adapter_manager = self
+        self._capacity = capacity
+        self._known: dict[int, Any] = {}
+
+    def _load_adapter(self, asked: Any) -> Any:
+        value = float(Path(asked.lora_path).read_text())
+        return model({"q": weights(lora_a=torch.full((2, 8), value))}, value=value)
+
+    def get_adapter(self, number: int) -> Any:
+        return self._known.get(number)
+
+    def add_adapter(self, asked: Any) -> Any:
+        """What a step computes with that needs an adapter."""
+        number = asked.lora_int_id
+        found = self._known.pop(number, None)
+        if found is None or asked.load_inplace:
+            found = self._load_adapter(asked)
+            if len(self._known) >= self._capacity:
+                self.evict()
+        self._known[number] = found
+        return found
+
+    def evict(self) -> None:
+        if self._known:
+            del self._known[next(iter(self._known))]
+
+
+def adapter(directory: Path, number: int, value: float = 1.0, *, load_inplace: bool = False) -> SimpleNamespace:
+    path = directory / f"adapter-{number}"
+    path.write_text(str(value))
+    return lora(number, f"adapter-{number}", str(path), load_inplace=load_inplace)
+
+
+def begun(adapters: LoadedAdapters, asked: Any, request: str = "r") -> bool:
+    """Whether pages may be loaded for a request with an adapter."""
+    load = Load(request, None, b"", 0, ((1,),), 5.0, asked)  # type: ignore[arg-type]  # a name that nobody reads
+    return adapters.fit(Plan(loads=[load])).loads[0].timeout_s > 0.0
+
+
+def kept(adapters: LoadedAdapters, asked: Any) -> bool:
+    """Whether pages of a request with an adapter may be saved."""
+    save = Save("r", None, b"", 0, ((1,), (2,)), asked)  # type: ignore[arg-type]  # as above
+    blocks = adapters.fit(Plan(saves=[save])).saves[0].blocks
+    assert blocks in (((1,), (2,)), ((), ()))
+    return blocks != ((), ())
+
+
+def test_a_worker_tells_what_vllm_loads_for_it(tmp_path: Path) -> None:
+    config = object()
+    mine, others = LoadedAdapters(config, rank=1), LoadedAdapters(object(), rank=0)
+    for each in (mine, others, mine):
+        watch(Manager, each)
+    manager, asked = Manager(config), adapter(tmp_path, 1)
+    assert not kept(mine, asked)
+    assert manager.add_adapter(asked).value == 1.0
+    digest = digest_of(Manager(object())._load_adapter(asked))
+    assert mine.take_news() == ([Loaded(1, "adapter-1", asked.lora_path, 1, digest)], [])
+    mine.fit(Plan(asked_adapters=[asked]))
+    assert mine.take_news() == ([], [Answer(1, 1)])
+    assert others.take_news() == ([], [])
+    assert kept(mine, asked)
+    assert kept(mine, None)
+    assert begun(mine, None)
+
+
+def test_pages_of_an_adapter_that_has_changed_are_neither_loaded_nor_saved(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0), Manager(config)
+    watch(Manager, adapters)
+    asked, inplace = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    manager.add_adapter(asked)
+    manager.add_adapter(inplace)
+    assert kept(adapters, asked)
+    assert kept(adapters, inplace)
+    manager.evict()
+    adapter(tmp_path, 1, 2.0)
+    manager.add_adapter(asked)
+    assert not kept(adapters, asked)
+    assert not begun(adapters, asked)
+    # Of the same weights, as far as anybody knows, but not for sure.
+    manager.add_adapter(adapter(tmp_path, 2, load_inplace=True))
+    assert not kept(adapters, inplace)
+    assert [each.digest == "" for each in adapters.take_news()[0]] == [False, False, False, True]
+
+
+def test_pages_are_loaded_only_for_an_adapter_in_memory_and_it_is_the_one_that_comes_back(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0), Manager(config, capacity=1)
+    watch(Manager, adapters)
+    asked, other = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    assert not begun(adapters, asked)
+    manager.add_adapter(asked)
+    assert begun(adapters, asked, "first")
+    assert begun(adapters, asked, "second")
+    # vLLM makes room before they compute anything, and the files are replaced.
+    manager.add_adapter(other)
+    assert not begun(adapters, asked)
+    adapter(tmp_path, 1, 2.0)
+    assert manager.add_adapter(asked).value == 1.0
+    adapters.fit(Plan(started=["first"]))
+    manager.add_adapter(other)
+    assert manager.add_adapter(asked).value == 1.0
+    adapters.fit(Plan(started=["second"]))
+    manager.add_adapter(other)
+    assert manager.add_adapter(asked).value == 2.0, "nobody waits for it"
+    assert not kept(adapters, asked)
+    assert kept(adapters, other)
+
+
+# -- both sides -------------------------------------------------------------------------------------------------------
+
+
+class WithAdapters(Scheduler):
+    """An engine with adapters, whose KV is a function of the tokens and of what their adapter held when each of them
+    was computed."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        super().__init__(directory, seed)
+        config = object()
+        self.adapters = LoadedAdapters(config, rank=0)
+        self.manager = Manager(config)
+        watch(Manager, self.adapters)
+        self.values: dict[str, list[float]] = {}
+        """Of each request's tokens that it has computed, or loaded and gone on from."""
+        self.num_found = 0
+
+    def block(self, each: Request, index: int, layer: int) -> Tensor:
+        values = self.values[each.request_id][: (index + 1) * BLOCK]
+        seed = repr((each.all_token_ids[: (index + 1) * BLOCK], values, layer)).encode()
+        digest = hashlib.sha256(seed).digest()
+        size = self.memory["ab"[layer]].shape[1]
+        return torch.frombuffer(bytearray(digest * (size // 32)), dtype=torch.uint8)
+
+    def holds(self, each: Request, index: int) -> bool:
+        # Whether a block is right is told when its request computes.
+        return True
+
+    def compute(self, scheduled: dict[Request, int]) -> None:
+        for each, count in scheduled.items():
+            value = self.manager.add_adapter(each.lora_request).value if each.lora_request else 0.0
+            values = self.values.setdefault(each.request_id, [])
+            if not values and each.num_computed:
+                # What was loaded is what this adapter would have computed.
+                values += [value] * each.num_computed
+                self.num_found += each.num_computed // BLOCK
+                for index in range(each.num_computed // BLOCK):
+                    for i, layer in enumerate("ab"):
+                        assert torch.equal(self.memory[layer][each.blocks[index]], self.block(each, index, i))
+            first = each.num_computed // BLOCK
+            each.num_computed += count
+            values += [value] * count
+            for index in range(first, each.num_computed // BLOCK):
+                for i, layer in enumerate("ab"):
+                    self.memory[layer][each.blocks[index]] = self.block(each, index, i)
+
+    def work(self, plan: Plan) -> None:
+        super().work(self.adapters.fit(plan))
+
+    def hear(self, plan: Plan) -> None:
+        super().hear(plan)
+        self.scheduling.take_adapters(*self.adapters.take_news())
+
+    def preempt(self, each: Request) -> None:
+        super().preempt(each)
+        self.values.pop(each.request_id, None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request has pages of an adapter, or waits for them, and has not gone on from them."""
+        return any(each.lora_request and each.request_id not in self.values for each in self.running)
+
+
+def run(engine: WithAdapters, each: Request) -> int:
+    """Compute a request and a token of its answer; how many of its pages were found."""
+    before, deadline = engine.num_found, time.monotonic() + 30.0
+    while not engine.admit(each):
+        assert time.monotonic() < deadline
+        engine.step()
+    while each.num_computed < each.num_tokens:
+        assert time.monotonic() < deadline
+        engine.step()
+    each.all_token_ids.append(7)
+    engine.step()
+    engine.finish(each)
+    engine.settle()
+    return engine.num_found - before
 
 
 @pytest.fixture
-def adapters() -> Iterator[Adapters]:
-    found = Adapters(look_s=0.0, patience_s=PATIENCE_S)
-    yield found
-    found.close()
+def engine(server: ThreadServer) -> Iterator[WithAdapters]:
+    made = WithAdapters(server.directory, 5)
+    yield made
+    made.close()
 
 
-def make(directory: Path, weights: bytes = b"1", alpha: int = 16) -> Path:
-    directory.mkdir(exist_ok=True)
-    (directory / "adapter_model.safetensors").write_bytes(weights)
-    (directory / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
-    return directory
-
-
-def lora(path: Path, number: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(lora_path=str(path), lora_int_id=number)
-
-
-def digest(adapters: Adapters, asked: SimpleNamespace) -> str:
-    """What is known of an adapter after another look, as a scheduler learns it step by step."""
-    deadline = time.monotonic() + WAIT_S
-    while not adapters.is_settled(asked):
-        assert time.monotonic() < deadline
-        os.sched_yield()
-    return adapters.digest(asked)
-
-
-def test_it_is_of_weights_and_of_what_scales_them(adapters: Adapters, tmp_path: Path) -> None:
-    found = [
-        digest(adapters, lora(make(tmp_path / "a"))),
-        digest(adapters, lora(make(tmp_path / "b", weights=b"2"), 2)),
-        digest(adapters, lora(make(tmp_path / "c", alpha=32), 3)),
-    ]
-    assert len(set(found)) == 3
-    assert all(found)
-    assert digest(adapters, lora(make(tmp_path / "d"), 9)) == found[0], "neither a path nor a number is part of it"
-    assert digest(adapters, lora(tmp_path / "nowhere", 10)) == ""
-    assert digest(adapters, lora(Path("no\0where"), 11)) == ""
-
-
-def test_a_number_of_two_adapters_is_nobodys(adapters: Adapters, tmp_path: Path) -> None:
-    # vLLM has loaded one of them, and takes it for the other.
-    one, other = make(tmp_path / "a"), make(tmp_path / "b", weights=b"2")
-    assert digest(adapters, lora(one))
-    assert digest(adapters, lora(other)) == ""
-    assert digest(adapters, lora(one)) == ""
-    assert digest(adapters, lora(other, 2))
-
-
-def test_one_that_has_changed_is_nobodys_until_it_has_another_number(adapters: Adapters, tmp_path: Path) -> None:
-    path = make(tmp_path / "a")
-    before = digest(adapters, lora(path))
-    os.utime(path / "adapter_model.safetensors", (1, 1))
-    assert digest(adapters, lora(path)) == before, "it holds the same"
-    make(tmp_path / "a", weights=b"2")
-    assert digest(adapters, lora(path)) == ""
-    # vLLM may have kept the one of before, or read it again when it needed room.
-    make(tmp_path / "a")
-    assert digest(adapters, lora(path)) == ""
-    assert digest(adapters, lora(path, 2)) == before
-
-
-def test_files_that_answer_no_read_are_waited_for_once_and_not_for_long(adapters: Adapters, tmp_path: Path) -> None:
-    path = make(tmp_path / "a")
-    wanted = digest(adapters, lora(make(tmp_path / "b"), 2))
-    weights = path / "adapter_model.safetensors"
-    weights.unlink()
-    os.mkfifo(weights)  # nobody writes to it
+def test_the_first_request_of_an_adapter_is_saved_once_it_is_known_what_it_is(
+    engine: WithAdapters, server: ThreadServer, tmp_path: Path
+) -> None:
+    tokens, pages = list(range(100)), 99 // BLOCK  # the last token is computed
+    one, other = adapter(tmp_path, 1), adapter(tmp_path, 2, 2.0)
+    # vLLM loads it when it computes the request.
+    assert run(engine, Request("a", [*tokens], lora_request=one)) == 0
+    assert run(engine, Request("b", [*tokens], lora_request=one)) == pages
+    assert run(engine, Request("c", [*tokens], lora_request=other)) == 0
+    assert run(engine, Request("d", [*tokens], lora_request=other)) == pages
+    assert run(engine, Request("e", [*tokens])) == 0
+    # Another engine, in which it is loaded before it is asked for, under another number, as servers do.
+    again = WithAdapters(server.directory, 6)
     try:
-        began = time.monotonic()
-        assert not adapters.is_settled(lora(path))
-        assert digest(adapters, lora(path)) == ""
-        assert PATIENCE_S <= time.monotonic() - began < PATIENCE_S + 5.0
-        assert adapters.is_settled(lora(path)), "the next one does not wait"
+        same = adapter(tmp_path, 9)
+        again.manager.add_adapter(same)
+        assert run(again, Request("f", [*tokens], lora_request=same)) == pages
+        # In it the files are replaced between vLLM's reading and the first request.
+        later = adapter(tmp_path, 10, 2.0)
+        again.manager.add_adapter(later)
+        adapter(tmp_path, 10)
+        assert run(again, Request("g", [*tokens], lora_request=later)) == pages
     finally:
-        weights.write_bytes(b"1")
-    deadline = time.monotonic() + WAIT_S
-    while digest(adapters, lora(path)) != wanted:
-        assert time.monotonic() < deadline
-        os.sched_yield()
+        again.close()
+
+
+def assert_follows_its_files(engine: WithAdapters, directory: Path, asked: list[Any]) -> None:
+    """vLLM has again what files hold: nobody waits for what adapters were before."""
+    for each in asked:
+        adapter(directory, each.lora_int_id, 77.0)
+        engine.manager.evict()
+        engine.manager.evict()
+        assert engine.manager.add_adapter(each).value == 77.0
+
+
+def test_a_request_that_ends_before_it_begins_holds_no_adapter(engine: WithAdapters, tmp_path: Path) -> None:
+    asked = adapter(tmp_path, 1)
+    engine.manager.add_adapter(asked)
+    tokens = list(range(100))
+    assert run(engine, Request("first", [*tokens], lora_request=asked)) == 0
+    second = Request("second", [*tokens], lora_request=asked)
+    assert engine.admit(second)
+    assert second.is_waiting
+    while second.is_waiting:
+        # It has its pages in some step, and would go on from them in the next.
+        plan = engine.plan({})
+        engine.work(plan)
+        engine.hear(plan)
+    engine.finish(second)
+    engine.step()
+    assert_follows_its_files(engine, tmp_path, [asked])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_goes_on_from_pages_of_another_adapter(server: ThreadServer, tmp_path: Path, seed: int) -> None:
+    engine = WithAdapters(server.directory, seed)
+    rng = random.Random(seed)
+    documents = [[rng.randrange(1000) for _ in range(rng.randrange(40, 120))] for _ in range(2)]
+    asked = [adapter(tmp_path, number, rng.randrange(3)) for number in range(1, 5)]
+    waiting: list[Request] = []
+    try:
+        number = num_finished = 0
+        while num_finished < 150:
+            if not waiting:
+                tokens = rng.choice(documents) + [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
+                waiting.append(Request(f"r{number}", tokens, lora_request=rng.choice([None, *asked])))
+                number += 1
+            if len(engine.running) < 4 and engine.admit(waiting[0]):
+                waiting.pop(0)
+            engine.step()
+            for each in list(engine.running):
+                if each.is_waiting:
+                    continue
+                if each.num_computed == each.num_tokens:
+                    if rng.random() < 0.6 or each.num_tokens + 4 > len(each.blocks) * BLOCK:
+                        engine.finish(each)
+                        num_finished += 1
+                    else:
+                        each.all_token_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
+                elif rng.random() < 0.05:
+                    engine.preempt(each)
+                    waiting.insert(0, each)
+            if rng.random() < 0.1:
+                engine.manager.evict()
+            if rng.random() < 0.01:
+                adapter(tmp_path, rng.randrange(1, 5), rng.randrange(3))
+            if rng.random() < 0.005 and not engine.is_waiting:
+                # A request that waits would, in vLLM, go on from what it had, too.
+                engine.manager.add_adapter(adapter(tmp_path, rng.randrange(1, 5), 1.0, load_inplace=True))
+            if rng.random() < 0.02:
+                # The operator loads another version under a name of its own.
+                asked[rng.randrange(4)] = adapter(tmp_path, 100 + number, rng.randrange(3))
+        engine.settle()
+        for each in list(engine.running):
+            engine.finish(each)
+        engine.settle()
+        assert engine.num_found > 0
+        assert sorted(engine.free) == list(range(1, NUM_BLOCKS))
+        engine.step()
+        assert_follows_its_files(engine, tmp_path, asked)
+    finally:
+        engine.close()

@@ -8,10 +8,11 @@ The files, in the order in which a request meets them:
     connector.py      `HicacheConnector`, what vLLM calls; each of its two sides is one object
     settings.py       what `kv_connector_extra_config` may say
     identity.py       which pages may be this engine's: the namespace of a request
-    adapters.py       digests of LoRA adapters, for it
+    adapters.py       which LoRA adapters workers have loaded, for it
     scheduling.py     the scheduler's side: what is cached, what is to be loaded and saved
     plan.py           what that side tells the other one in each step
-    transfers.py      the worker's side: loads and saves, on threads of their own
+    loaded.py         the worker's side: what vLLM loads as an adapter, and that pages go only with it
+    transfers.py      loads and saves, on threads of their own
     blocks.py         the engine's KV memory, block by block, as bytes
     report.py         what the worker's side says after a step
 

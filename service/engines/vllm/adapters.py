@@ -1,119 +1,119 @@
-"""Digests of LoRA adapters, from their files, which a thread reads: the scheduler waits for no disk."""
+"""Which LoRA adapters an engine has, by what is in them.
+
+Its workers tell it when vLLM loads one (`loaded`). What is in an adapter's files says nothing of what is in memory:
+they may have been replaced before vLLM read them, or since. Nothing here reads a file.
+"""
 
 import hashlib
-import os
+import json
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
-from hicache.errors import BadRequest
-from hicache.service.engines.weights import WEIGHT_SUFFIXES, files_digest
-
-CONFIG: Final = "adapter_config.json"
-"""It scales the weights."""
-LOOK_S: Final = 1.0
-"""How long it is good for that an adapter's files have not changed."""
 PATIENCE_S: Final = 5.0
-"""How long requests wait for an adapter's digest. Those that come later, while it is still read, are not cached."""
-MAX_KNOWN: Final = 4096
-"""Adapters that are remembered: one more, and the one that came first is read again when it is asked for."""
+"""How long requests wait for workers to say what they have. Those that come later, while it is not said, do not."""
+ANSWER_S: Final = 1.0
+"""How long it is good for that a worker does not have an adapter."""
+MAX_KNOWN: Final = 1 << 16
+"""Adapters that are remembered, and their names. Those that come later are nobody's: none may be forgotten, as what has
+changed once is never certain again."""
 
-_Mark = tuple[tuple[str | int, ...], ...]
-"""What the file system says of an adapter's files."""
+_Key = int | tuple[str, str]
+
+
+class Loaded(NamedTuple):
+    """What vLLM has loaded in one worker."""
+
+    number: int
+    name: str
+    path: str
+    rank: int
+    """The worker's."""
+    digest: str
+    """Of its weights as they are in memory. Empty where they are not certain."""
+
+
+class Answer(NamedTuple):
+    """A worker has said of an adapter what it can."""
+
+    number: int
+    rank: int
 
 
 @dataclass(slots=True)
-class _Adapter:
-    """One of them."""
+class _Asked:
+    """An adapter that workers do not have yet, as far as is known."""
 
-    path: str
-    """Where its files are."""
-    look: "Future[tuple[_Mark, str]] | None" = None
-    """Under way, or not heard yet."""
-    looked_at: float = float("-inf")
-    """When the last look that was heard began, or the one under way, where there is one."""
-    mark: _Mark = ()
-    digest: str = ""
-    """Empty where it cannot be told."""
-    is_known: bool = False
-    """Whether a look was heard."""
+    lora: Any
+    since: float
+    is_sent: bool = False
+    ranks: set[int] = field(default_factory=set)
+    """Those that have answered."""
+    answered_at: float | None = None
+    """When all had."""
 
 
 class Adapters:
-    """The adapters of one engine. Belongs to its scheduling thread."""
+    """The adapters of some workers. Belongs to one thread.
 
-    def __init__(self, *, look_s: float = LOOK_S, patience_s: float = PATIENCE_S) -> None:
-        self._look_s: Final = look_s
+    An adapter is what was loaded under its number, by which vLLM goes, and under its name and path, by which vLLM's own
+    prefix cache goes: KV of before may be in both. So what has had two contents under either is nobody's any more.
+    """
+
+    def __init__(self, num_ranks: int, *, patience_s: float = PATIENCE_S, answer_s: float = ANSWER_S) -> None:
+        """`num_ranks`: the workers, each of which has to say it."""
+        self._num_ranks: Final = num_ranks
         self._patience_s: Final = patience_s
-        self._known: Final[dict[int, _Adapter]] = {}
-        self._thread: Final = ThreadPoolExecutor(1, "hicache-adapter")
+        self._answer_s: Final = answer_s
+        self._known: Final[dict[_Key, dict[int, str]]] = {}
+        """What was loaded under numbers and names, rank by rank."""
+        self._asked: Final[dict[int, _Asked]] = {}
 
-    def is_settled(self, lora: Any) -> bool:
-        """Whether `digest` has its last word on an adapter, vLLM's `LoRARequest`. Otherwise ask again later: it is
-        being read, for which requests wait `PATIENCE_S` at most."""
-        adapter = self._of(lora)
-        now = time.monotonic()
-        if adapter.look is None:
-            if now - adapter.looked_at < self._look_s or (adapter.is_known and not adapter.digest):
-                return True
-            adapter.looked_at = now
-            adapter.look = self._thread.submit(_look, str(lora.lora_path), adapter.mark, adapter.digest)
-        if adapter.look.done():
-            self._hear(adapter, *adapter.look.result())
-            return True
-        return now - adapter.looked_at >= self._patience_s
+    def take(self, loaded: Iterable[Loaded], answers: Iterable[Answer] = ()) -> None:
+        """What workers have said."""
+        for each in loaded:
+            for key in (each.number, (each.name, each.path)):
+                if key in self._known or len(self._known) < MAX_KNOWN:
+                    ranks = self._known.setdefault(key, {})
+                    if ranks.setdefault(each.rank, each.digest) != each.digest:
+                        ranks[each.rank] = ""
+        for answer in answers:
+            asked = self._asked.get(answer.number)
+            if asked is not None:
+                asked.ranks.add(answer.rank)
+                if len(asked.ranks) == self._num_ranks:
+                    asked.answered_at = time.monotonic()
 
     def digest(self, lora: Any) -> str:
-        """`"sha256:"` and the digest of an adapter's weights and configuration. Empty where it cannot be told: its
-        files cannot be read, or not in time, or they have changed since the engine first asked, or its number was
-        another's. vLLM may have those of before, or have read them again, and does not say which."""
-        adapter = self._of(lora)
-        return "" if adapter.look is not None else adapter.digest
+        """`"sha256:"` and the digest of an adapter, vLLM's `LoRARequest`, in all workers. Empty where not all have
+        loaded it, or it is not certain what was computed with it."""
+        number, name = self._known.get(lora.lora_int_id), self._known.get((lora.lora_name, lora.lora_path))
+        if lora.load_inplace or not number or number != name or len(number) < self._num_ranks:
+            return ""
+        if not all(number.values()):
+            return ""
+        return f"sha256:{hashlib.sha256(json.dumps(sorted(number.items())).encode()).hexdigest()}"
 
-    def close(self) -> None:
-        """Read nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def is_settled(self, lora: Any) -> bool:
+        """Whether `digest` has its last word for a request that begins now. Otherwise workers are asked (`asked`): ask
+        again later, which comes to an end after `PATIENCE_S`."""
+        number = int(lora.lora_int_id)
+        if lora.load_inplace or len(self._known.get(number, ())) == self._num_ranks:
+            self._asked.pop(number, None)
+            return True
+        now = time.monotonic()
+        asked = self._asked.get(number)
+        if asked is None and len(self._asked) >= MAX_KNOWN:
+            return True
+        if asked is None or (asked.answered_at is not None and now - asked.answered_at >= self._answer_s):
+            self._asked[number] = _Asked(lora, now)
+            return False
+        return asked.answered_at is not None or now - asked.since >= self._patience_s
 
-    def _of(self, lora: Any) -> _Adapter:
-        number, path = int(lora.lora_int_id), str(lora.lora_path)
-        adapter = self._known.get(number)
-        if adapter is None:
-            if len(self._known) >= MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            adapter = self._known[number] = _Adapter(path)
-        elif adapter.path != path:
-            # vLLM goes by the number alone.
-            adapter.look, adapter.digest, adapter.is_known = None, "", True
-        return adapter
-
-    @staticmethod
-    def _hear(adapter: _Adapter, mark: _Mark, digest: str) -> None:
-        adapter.look = None
-        if not adapter.is_known:
-            adapter.mark, adapter.digest, adapter.is_known = mark, digest, True
-        elif digest == adapter.digest:
-            adapter.mark = mark
-        else:
-            adapter.digest = ""
-
-
-def _look(path: str, mark: _Mark, digest: str) -> tuple[_Mark, str]:
-    """What an adapter's files are now: how the file system calls them, and their digest, which is `digest` where that
-    is `mark`. Called by the thread."""
-    try:
-        now = _mark_of(path)
-        if now != mark:
-            whole = hashlib.sha256(files_digest(path).encode() + (Path(path) / CONFIG).read_bytes())
-            digest = f"sha256:{whole.hexdigest()}"
-    except (BadRequest, OSError, ValueError):  # the last for names that are no text
-        return (), ""
-    return now, digest
-
-
-def _mark_of(path: str) -> _Mark:
-    with os.scandir(path) as entries:
-        files = [each for each in entries if each.name == CONFIG or Path(each.name).suffix in WEIGHT_SUFFIXES]
-    found = sorted((each.name, each.stat()) for each in files)
-    return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
+    def asked(self) -> list[Any]:
+        """Adapters that workers are to be asked for, each once."""
+        new = [each for each in self._asked.values() if not each.is_sent]
+        for each in new:
+            each.is_sent = True
+        return [each.lora for each in new]

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hicache.errors import HicacheError
@@ -20,6 +21,7 @@ from hicache.service.engines.link import Link, check_pages
 from hicache.service.engines.vllm.blocks import Blocks
 from hicache.service.engines.vllm.events import Announcements
 from hicache.service.engines.vllm.identity import Backends, Groups, Identity, check_parallel, format_of
+from hicache.service.engines.vllm.loaded import LoadedAdapters, watch
 from hicache.service.engines.vllm.machine import backends_of, machine_of
 from hicache.service.engines.vllm.metrics import HicachePromMetrics, HicacheStats
 from hicache.service.engines.vllm.plan import Plan
@@ -60,6 +62,8 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._plan = Plan()
         self._failed_blocks: set[int] = set()
         self._saved_pages: list[SavedPage] = []
+        self._adapters: LoadedAdapters | None = None
+        """Those of this worker, where it has any."""
         self._backends: Backends = ()
         self._refusal = ""
         """Why this worker has no cache, until it is said."""
@@ -146,6 +150,8 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             report = output.kv_connector_worker_meta
             if report is not None and report.backends:
                 self._scheduling.take_backends(report.backends)
+            if report is not None and (report.loaded or report.answers):
+                self._scheduling.take_adapters(report.loaded, report.answers)
             if self._announcements is not None:
                 if report is not None:
                     self._announcements.saved(report.num_workers)
@@ -227,10 +233,15 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         rank = parallel.rank % parallel.tensor_parallel_size
         self._transfers = Transfers(self._link, blocks, self._settings, page_size=groups.block_size, rank=rank)
         self._backends = backends
+        if self._vllm_config.lora_config is not None:
+            self._adapters = LoadedAdapters(self._vllm_config.lora_config, rank)
+            watch(WorkerLoRAManager, self._adapters)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
-        self._plan = plan = self._get_connector_metadata().plan
+        plan = self._get_connector_metadata().plan
+        # vLLM has loaded by now what this step needs.
+        self._plan = plan = plan if self._adapters is None else self._adapters.fit(plan)
         if self._transfers is not None:
             self._transfers.begin_loads(plan)
 
@@ -243,7 +254,7 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def wait_for_save(self) -> None:
         """Begin this step's saves. Nothing is waited for: blocks stay until they are saved."""
         if self._transfers is not None:
-            self._transfers.begin_saves(self._get_connector_metadata().plan)
+            self._transfers.begin_saves(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended since the last step."""
@@ -263,14 +274,17 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         )
 
     def build_connector_worker_meta(self) -> Any:
-        """Pages that were saved, for the events of the scheduler's side, and what it has asked."""
+        """Pages that were saved, for the events of the scheduler's side, adapters that were loaded, and what it has
+        asked."""
         saved, self._saved_pages = self._saved_pages, []
         pages = dict.fromkeys(saved, 1) if self._has_events else {}
         backends = [self._backends] if self._plan.asks_backends else []
+        loaded, answers = ([], []) if self._adapters is None else self._adapters.take_news()
         if backends and self._refusal:
             _log.warning("hicache: this worker, and so its engine, runs without the cache: %s", self._refusal)
             self._refusal = ""
-        return WorkerReport(pages, backends) if pages or backends else None
+        has_news = pages or backends or loaded or answers
+        return WorkerReport(pages, backends, loaded, answers) if has_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not filled, since the last call."""
@@ -284,8 +298,6 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def shutdown(self) -> None:
         """End what is under way, and the session."""
-        if self._scheduling is not None:
-            self._scheduling.close()
         if self._transfers is not None:
             self._transfers.close()
         if self._link is not None:

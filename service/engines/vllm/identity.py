@@ -190,6 +190,11 @@ def _parts_of(model: Any, load_config: Any, weights: str) -> list[str]:
     return [weights, config, str(getattr(model, "quantization", None)), str(model.dtype)]
 
 
+def lora_of(request: Any) -> Any:
+    """The adapter of a request, vLLM's `LoRARequest`; None for none."""
+    return getattr(request, "lora_request", None)
+
+
 def counts_pictures(vllm_config: Any) -> bool:
     """Whether an engine has mere numbers for pictures, as vLLM does without both its caches; in another process these
     are other pictures'."""
@@ -208,7 +213,8 @@ class Identity:
         self._whole: Namespace | None = None
         """With the backends; None while they are not known, or where a worker has no cache."""
         self._knows_pictures: Final = knows_pictures
-        self._adapters: Final = Adapters()
+        self.adapters: Final = Adapters(base.num_ranks)
+        """What workers have said of theirs."""
         self._generation: Final = Generation()
         self.knows_backends = False
         self._waits_from: float | None = None
@@ -237,18 +243,14 @@ class Identity:
             self._whole = replace(self._base, salt=digest)
 
     def is_settled(self, request: Any) -> bool:
-        """Whether `of_request` has its last word on a request. It has not while workers have not said their backends or
-        the request's adapter is read, for `PATIENCE_S` at most: ask again at the next step."""
+        """Whether `of_request` has its last word on a request that begins now. It has not while workers have not said
+        their backends, or whether they have its adapter, for `PATIENCE_S` at most: ask again at the next step."""
         if not self.knows_backends:
             now = time.monotonic()
             self._waits_from = now if self._waits_from is None else self._waits_from
             return now - self._waits_from >= PATIENCE_S
-        lora = getattr(request, "lora_request", None)
-        return self._whole is None or lora is None or self._adapters.is_settled(lora)
-
-    def close(self) -> None:
-        """Read no more adapters."""
-        self._adapters.close()
+        lora = lora_of(request)
+        return self._whole is None or lora is None or self.adapters.is_settled(lora)
 
     def forget(self) -> None:
         """The weights were changed in place, or somebody else says that nothing of before may be used: other
@@ -256,18 +258,17 @@ class Identity:
         self._generation.forget()
 
     def of_request(self, request: Any) -> Namespace | None:
-        """The namespace of one request; None for one whose KV tokens do not tell, which is not cached."""
+        """The namespace of one request; None for one whose KV tokens do not tell, or whose adapter workers do not have
+        yet, which is not cached."""
         # A prompt that is still growing may yet be given pictures.
         if getattr(request, "prompt_embeds", None) is not None or getattr(request, "resumable", False):
             return None
         namespace = self._whole
         if namespace is None:
             return None
-        lora = getattr(request, "lora_request", None)
+        lora = lora_of(request)
         if lora is not None:
-            if getattr(lora, "load_inplace", False):
-                return None
-            adapter = self._adapters.digest(lora)
+            adapter = self.adapters.digest(lora)
             if not adapter:
                 return None
             namespace = replace(namespace, adapter=adapter)

@@ -3,7 +3,7 @@ between processes of one engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from hicache.namespace import Namespace
 
@@ -26,6 +26,8 @@ class Load:
     """Where the pages from `first_page` on go."""
     timeout_s: float
     """How long the request waits for them, from when the worker's side is told."""
+    lora: Any = None
+    """vLLM's `LoRARequest` for the adapter that they were computed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Save:
     first_page: int
     blocks: BlockIds
     """Where the pages from `first_page` on are."""
+    lora: Any = None
+    """As in a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class Plan:
     """Whether the step computes nothing."""
     asks_backends: bool = False
     """Whether workers are to say which attention backends they have: the scheduler's side does not know yet."""
+    asked_adapters: Sequence[Any] = ()
+    """Adapters, vLLM's `LoRARequest`, of which workers are to say whether they have them."""
+    started: Sequence[str] = ()
+    """Requests with an adapter that have loaded pages and compute something now, or have ended."""
 
 
 @dataclass(slots=True)

@@ -15,8 +15,9 @@ from hicache.namespace import Namespace
 from hicache.service.client import Client, Prompt
 from hicache.service.client.results import Lookup
 from hicache.service.engines.link import Link
+from hicache.service.engines.vllm.adapters import Answer, Loaded
 from hicache.service.engines.vllm.counts import Counts
-from hicache.service.engines.vllm.identity import Backends, Groups, Identity
+from hicache.service.engines.vllm.identity import Backends, Groups, Identity, lora_of
 from hicache.service.engines.vllm.plan import NULL_BLOCK, BlockIds, Load, Plan, Save
 from hicache.service.wire import pack_int32
 from hicache.tier import HOST
@@ -51,6 +52,8 @@ class Tracked:
     is_saving: bool = False
     """Whether a save was ever planned."""
     is_loading: bool = False
+    is_to_start: bool = False
+    """Pages were loaded for it that were computed with an adapter, and it has computed nothing since."""
     is_second: bool = False
     """A load has failed of which vLLM kept nothing, as it does where it has several groups of blocks. What did come is
     in the sidecar's memory by now, and nothing else is loaded any more."""
@@ -72,8 +75,11 @@ class Scheduling:
         self._load_timeout_s: Final = load_timeout_s
         self.counts: Final = Counts()
         self._tracked: Final[dict[str, Tracked | None]] = {}
+        self._unnamed: Final[dict[str, Any]] = {}
+        """Requests that began before workers had loaded their adapter."""
         self._loads: list[Load] = []
         self._unreported: list[str] = []
+        self._started: list[str] = []
         self._kept: Final[set[str]] = set()
         """Finished requests whose blocks are kept until they are saved."""
 
@@ -104,6 +110,8 @@ class Scheduling:
         if name not in self._tracked:
             namespace = self._identity.of_request(request)
             self._tracked[name] = None if namespace is None else Tracked(request, namespace, Prompt(namespace))
+            if namespace is None and lora_of(request) is not None:
+                self._unnamed[name] = request
         return self._tracked[name]
 
     def _found(self, tracked: Tracked, num_tokens: int) -> int:
@@ -147,7 +155,9 @@ class Scheduling:
         tracked.load_by = min(tracked.load_by, now + self._load_timeout_s)
         tokens = bytes(pack_int32(request.all_token_ids[: end * self._block_size]))
         blocks, timeout_s = self._blocks(block_ids, first, end), max(0.0, tracked.load_by - now)
-        self._loads.append(Load(request.request_id, tracked.namespace, tokens, first, blocks, timeout_s))
+        lora = lora_of(request)
+        tracked.is_to_start = lora is not None
+        self._loads.append(Load(request.request_id, tracked.namespace, tokens, first, blocks, timeout_s, lora))
 
     def sources(self, request: Any, num_external: int) -> dict[str, int]:
         """Which tier of the sidecar had how many of the tokens that are loaded, as of the lookup."""
@@ -178,6 +188,12 @@ class Scheduling:
                 tracked.num_full = 0
         loads, self._loads = self._loads, []
         unreported, self._unreported = self._unreported, []
+        started, self._started = self._started, []
+        for name in step.num_scheduled_tokens:
+            tracked = self._tracked.get(name)
+            if tracked is not None and tracked.is_to_start:
+                tracked.is_to_start = False
+                started.append(name)
         return Plan(
             loads=loads,
             saves=list(self._saves(step)),
@@ -186,6 +202,8 @@ class Scheduling:
             unreported=unreported,
             is_idle=not step.total_num_scheduled_tokens,
             asks_backends=not self._identity.knows_backends,
+            asked_adapters=self._identity.adapters.asked(),
+            started=started,
         )
 
     def _saves(self, step: Any) -> Iterable[Save]:
@@ -217,9 +235,8 @@ class Scheduling:
             new_tokens = bytes(pack_int32(known[tracked.num_sent : end * self._block_size]))
             tracked.num_full, tracked.is_saving = end, True
             tracked.num_sent = max(tracked.num_sent, end * self._block_size)
-            yield Save(
-                name, tracked.namespace, new_tokens, first, tuple(each[num_missing:] for each in blocks)
-            )
+            blocks = tuple(each[num_missing:] for each in blocks)
+            yield Save(name, tracked.namespace, new_tokens, first, blocks, lora_of(tracked.request))
 
     @staticmethod
     def _overwritten(step: Any, loads: Iterable[Load]) -> frozenset[int]:
@@ -240,6 +257,16 @@ class Scheduling:
     def take_backends(self, backends: Iterable[Backends]) -> None:
         """What workers have said that their layers have, when a plan has asked them."""
         self._identity.take_backends(backends)
+
+    def take_adapters(self, loaded: Iterable[Loaded], answers: Iterable[Answer]) -> None:
+        """What workers have said of their adapters. Requests that have waited for nothing are saved from now on, with
+        all that they have computed."""
+        self._identity.adapters.take(loaded, answers)
+        for name, request in list(self._unnamed.items()):
+            namespace = self._identity.of_request(request)
+            if namespace is not None:
+                del self._unnamed[name]
+                self._tracked[name] = Tracked(request, namespace, Prompt(namespace))
 
     def request(self, name: str) -> Any:
         """A request that is not finished, by its name; None for one that is not cached."""
@@ -270,7 +297,10 @@ class Scheduling:
     def finished(self, request: Any) -> bool:
         """A request has ended. Whether its blocks may still be read for saving, so that the worker's side says when
         they are not."""
+        self._unnamed.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and tracked.is_to_start:
+            self._started.append(request.request_id)
         if tracked is None or not tracked.is_saving:
             return False
         if tracked.is_loading:
@@ -279,13 +309,10 @@ class Scheduling:
         self._kept.add(request.request_id)
         return True
 
-    def close(self) -> None:
-        """Begin nothing more."""
-        self._identity.close()
-
     def reset(self) -> None:
         """Nothing that was saved until now may be loaded by this engine."""
         self._identity.forget()
+        self._unnamed.clear()
         for tracked in self._tracked.values():
             if tracked is not None:
                 # Also when it is preempted, and computed anew, later.

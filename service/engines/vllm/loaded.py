@@ -1,0 +1,179 @@
+"""The worker's side of adapters: what vLLM has loaded, and that pages go only with the adapter they were computed with.
+
+vLLM reads an adapter's files when it first needs it, and again when it has put it out of memory since; what it reads
+then may be another version. It tells connectors nothing of that. So its loading is watched, and what it brings is
+digested before vLLM has it. Nothing is read here.
+"""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hicache.service.engines.vllm.adapters import Adapters, Answer, Loaded
+from hicache.service.engines.vllm.plan import Load, Plan, Save
+
+_FORMAT: Final = b"hicache-vllm-adapter\x01"
+_NUM_THREADS: Final = 4
+_LOADS: Final = "_load_adapter"
+"""The method of vLLM's `WorkerLoRAManager` that reads an adapter and returns it as it is in the files, cast to the
+engine's `lora_dtype`: every adapter passes through it."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Held:
+    """An adapter for which pages were loaded."""
+
+    model: Any
+    requests: set[str] = field(default_factory=set)
+    """Those whose pages they are, that have computed nothing yet."""
+
+
+class LoadedAdapters:
+    """The adapters of one worker. Belongs to the worker's thread, on which vLLM loads them, too."""
+
+    def __init__(self, lora_config: Any, rank: int) -> None:
+        """`lora_config`: vLLM's, by which it is known which of a process's managers is this worker's."""
+        self.lora_config: Final = lora_config
+        self._rank: Final = rank
+        self._adapters: Final = Adapters(1)
+        self._manager: weakref.ref[Any] | None = None
+        self._held: Final[dict[int, _Held]] = {}
+        self._news: list[Loaded] = []
+        self._answers: list[Answer] = []
+
+    def fit(self, plan: Plan) -> Plan:
+        """A plan whose loads and saves are right for the adapters that there are. Those that are not bring nothing and
+        keep nothing, and end as others do: the plan is one for the step that has just been computed."""
+        for name in plan.started:
+            self._let_go(name)
+        self._answers += [Answer(lora.lora_int_id, self._rank) for lora in plan.asked_adapters]
+        loads = [each if self._holds(each) else replace(each, timeout_s=0.0) for each in plan.loads]
+        saves = [each if self._is_of(each) else replace(each, blocks=((),) * len(each.blocks)) for each in plan.saves]
+        return replace(plan, loads=loads, saves=saves)
+
+    def take_news(self) -> tuple[list[Loaded], list[Answer]]:
+        """What was loaded and answered since the last call."""
+        news, self._news = self._news, []
+        answers, self._answers = self._answers, []
+        return news, answers
+
+    def heard(self, manager: Any, lora: Any, model: Any) -> None:
+        """vLLM has loaded an adapter."""
+        self._manager = weakref.ref(manager)
+        digest = ""
+        if not lora.load_inplace:  # else KV that was computed with what it had before may be in any place
+            try:
+                digest = digest_of(model)
+            except Exception:
+                _log.exception("hicache: an adapter is of an unknown form; its requests go without the cache")
+        loaded = Loaded(int(lora.lora_int_id), str(lora.lora_name), str(lora.lora_path), self._rank, digest)
+        # This worker is the only one here.
+        self._adapters.take([loaded._replace(rank=0)])
+        self._news.append(loaded)
+
+    def held(self, lora: Any) -> Any:
+        """The adapter, if vLLM has put it out of memory while a request waits for which pages were loaded: it is to
+        have that one again, whatever its files hold by now. Otherwise None."""
+        held = None if lora.load_inplace else self._held.get(lora.lora_int_id)
+        return None if held is None else held.model
+
+    def _is_of(self, save: Save) -> bool:
+        """Whether what a save reads was computed with the adapter that the scheduler's side was told of."""
+        return save.lora is None or bool(self._adapters.digest(save.lora))
+
+    def _holds(self, load: Load) -> bool:
+        """Whether the request of a load will compute with the adapter that the scheduler's side was told of."""
+        if load.lora is None:
+            return True
+        manager = None if self._manager is None else self._manager()
+        if manager is None or not self._adapters.digest(load.lora):
+            return False
+        number = load.lora.lora_int_id
+        model = manager._adapter_manager.get_adapter(number)
+        if model is None:
+            return False
+        self._held.setdefault(number, _Held(model)).requests.add(load.request_id)
+        return True
+
+    def _let_go(self, name: str) -> None:
+        for number, held in list(self._held.items()):
+            held.requests.discard(name)
+            if not held.requests:
+                del self._held[number]
+
+
+_ALL: Final[weakref.WeakSet[LoadedAdapters]] = weakref.WeakSet()
+"""Of this process's workers."""
+
+
+def watch(managers: type[Any], adapters: LoadedAdapters) -> None:
+    """From now on `adapters` hears of what is loaded for its worker. `managers`: vLLM's `WorkerLoRAManager`."""
+    _ALL.add(adapters)
+    load = managers.__dict__[_LOADS]
+    if not hasattr(load, "is_watched"):
+        setattr(managers, _LOADS, _watched(load))
+
+
+def _watched(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def watched(manager: Any, lora: Any) -> Any:
+        watching = [each for each in _ALL if each.lora_config is manager.lora_config]
+        for each in watching:
+            held = each.held(lora)
+            if held is not None:
+                return held
+        model = load(manager, lora)
+        for each in watching:
+            each.heard(manager, lora, model)
+        return model
+
+    watched.is_watched = True  # type: ignore[attr-defined]  # functions have attributes
+    return watched
+
+
+def digest_of(model: Any) -> str:
+    """`"sha256:"` and the digest of an adapter as vLLM has read it, a `LoRAModel`. Its weights are in memory of their
+    own from now on: otherwise some are the file itself, mapped, and change with it. Raises `AttributeError` or
+    `TypeError` for a form of adapters that is not known."""
+    names: list[Any] = [model.rank, bool(model.is_3d_lora_weight)]
+    tensors: list[Tensor] = []
+
+    def take(owner: Any, attribute: str) -> None:
+        tensor = getattr(owner, attribute)
+        if tensor is not None:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{attribute} is a {type(tensor).__name__}")
+            if not tensor.is_pinned():
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                setattr(owner, attribute, tensor)
+            names.append([attribute, str(tensor.dtype), list(tensor.shape)])
+            tensors.append(tensor)
+
+    for name, weights in sorted(model.loras.items()):
+        names.append([name, weights.rank, weights.scaling])
+        take(weights, "lora_a")
+        take(weights, "lora_b")
+    for name, module in sorted(model.modules_to_save.items()):
+        names.append([name])
+        take(module, "weight")
+        take(module, "bias")
+    return f"sha256:{_digest(names, tensors)}"
+
+
+def _digest(names: Any, tensors: Iterable[Tensor]) -> str:
+    def bytes_of(tensor: Tensor) -> bytes:
+        return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+
+    whole = hashlib.sha256(_FORMAT + repr(names).encode())
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        for each in threads.map(bytes_of, tensors):
+            whole.update(each)
+    return whole.hexdigest()
