@@ -243,6 +243,7 @@ def _of_server(server: Mapping[str, Any]) -> list[Metric]:
         _gauge("hicache_up_seconds", "Time since the start", server["up_s"]),
         _count("hicache_commits", "Commits that were published", server["commits"]),
         _count("hicache_stored_bytes", "Bytes that they copied", server["bytes_stored"]),
+        _count("hicache_connections_cut_off", "Local connections ended as nobody read them", server["cut_off"]),
     ]
 
 

@@ -397,8 +397,8 @@ def options(limits: Limits, times: Times) -> Sequence[tuple[str, int]]:
     return (
         ("grpc.max_receive_message_length", longest_request(limits.max_tokens)),
         # What a connection holds that is not read from is bounded by these: so many calls, for as long as its session
-        # may be silent, and as long again. Where not even the ping fits into the socket any more there is no end to it
-        # but the peer's; those calls are bounded all the same.
+        # may be silent, and as long again. Where not even the ping fits into the socket any more the kernel ends it
+        # that is TCP's, and `Unread` others.
         ("grpc.max_concurrent_streams", max(MAX_STREAMS, 2 * limits.max_calls_per_session)),
         ("grpc.keepalive_time_ms", silent_ms),
         ("grpc.keepalive_timeout_ms", silent_ms),

@@ -49,6 +49,7 @@ from hicache.service.server.recording import Recording
 from hicache.service.server.sessions import Sessions
 from hicache.service.server.shares import Peers
 from hicache.service.server.storing import Storing
+from hicache.service.server.unread import Unread
 from hicache.service.server.welcoming import Welcoming
 from hicache.service.snapshot import stats_of
 from hicache.service.sockets import SocketDirectory
@@ -83,7 +84,12 @@ class Server:
     """A running server. Made by `serving`; belongs to its loop."""
 
     def __init__(
-        self, config: ServeConfig, served: Served, tasks: asyncio.TaskGroup, metrics: MetricsServer | None
+        self,
+        config: ServeConfig,
+        served: Served,
+        tasks: asyncio.TaskGroup,
+        metrics: MetricsServer | None,
+        unread: Unread,
     ) -> None:
         self.config: Final = config
         self.clock: Final = served.cache.clock
@@ -97,6 +103,8 @@ class Server:
         self.call_times: Final = CallTimes()
         self.metrics: Final = metrics
         """Where metrics are served, if that was asked for."""
+        self.unread: Final = unread
+        """Cuts off local connections that nobody reads."""
         self.dashboard: Dashboard | None = None
         """Serves the page, if that was asked for."""
         self.publisher: Publisher | None = None
@@ -124,7 +132,8 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The server of itself, JSON-able: "version", "protocol", "boot_id" (hex), "pid", "up_s", "commits",
-        "bytes_stored", "metrics_port" and "tcp_port" (or null), "tenants" (the configuration's names)."""
+        "bytes_stored", "cut_off" (connections that were not read), "metrics_port" and "tcp_port" (or null), "tenants"
+        (the configuration's names)."""
         return {
             "version": hicache.__version__,
             "protocol": wire.PROTOCOL,
@@ -133,6 +142,7 @@ class Server:
             "up_s": self.clock.monotonic() - self._began,
             "commits": self.storing.num_commits,
             "bytes_stored": self.storing.bytes_stored,
+            "cut_off": self.unread.num_cut_off,
             "metrics_port": self.metrics.port if self.metrics is not None else None,
             "tcp_port": self.tcp_port,
             "tenants": sorted(self.config.tenants),
@@ -213,7 +223,9 @@ async def serving(
             keeper.restore(served.cache, served.host)
             stack.push_async_callback(keeper.save, served.cache, served.host)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        server = Server(config, served, tasks, metrics)
+        spoken = [directory / name for name in (wire.DATA_SOCKET, wire.ADMIN_SOCKET, wire.HEALTH_SOCKET)]
+        unread = Unread(spoken, clock, config.times.lease_s)
+        server = Server(config, served, tasks, metrics, unread)
         server.publisher, server.dashboard = publisher, dashboard
         stack.callback(server.storing.close)
 
@@ -262,7 +274,7 @@ async def serving(
             has_nvme=bool(config.nvme_dirs),
             is_accepting=lambda: not server.sessions.is_draining,
         )
-        watches: list[Coroutine[Any, Any, Any]] = [progress.watch(), server.sessions.watch()]
+        watches: list[Coroutine[Any, Any, Any]] = [progress.watch(), server.sessions.watch(), unread.watch()]
         if metrics is not None:
             watches.append(metrics.run(server.measured))
         if publisher is not None:

@@ -21,11 +21,13 @@ CHUNK: Final = 1 << 16
 class RawChannel:
     """One connection. A context manager."""
 
-    def __init__(self, path: Path, *, window: int) -> None:
-        """`window`: bytes of each stream's answers that the server may send unasked."""
-        self.socket: Final = socket.socket(socket.AF_UNIX)
+    def __init__(self, at: Path | int, *, window: int) -> None:
+        """`at`: a Unix socket, or a port of the loopback address. `window`: bytes of each stream's answers that the
+        server may send unasked."""
+        self.socket: Final = socket.socket(socket.AF_UNIX if isinstance(at, Path) else socket.AF_INET)
         self.socket.settimeout(30.0)
-        self.socket.connect(str(path))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # the least: TCP's is soon full
+        self.socket.connect(str(at) if isinstance(at, Path) else ("127.0.0.1", at))
         self._http: Final = H2Connection(H2Configuration())
         self._http.initiate_connection()
         self._http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: window})
