@@ -52,6 +52,23 @@ class Stored:
     reason: "pb.Reason"
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a session wants to write, with what is cached of it."""
+
+    session: Session
+    namespace_id: int
+    namespace: Namespace
+    tokens: Tokens
+    """From the root on, whole pages. May be a view of the whole message."""
+    first_page: int
+    """The first that is not cached."""
+    lease: Lease
+    """On the pages before."""
+    deadline: float
+    """Monotonic seconds until which it may wait for room."""
+
+
 class Storing:
     """Reserves and commits for all sessions of a server. Belongs to its loop."""
 
@@ -101,7 +118,7 @@ class Storing:
             if lease.node is not None:
                 cache.tree.touch(lease.node, now)
             reservation, reason = await self._take_room(
-                session, request.prefix.namespace_id, namespace, tokens, first_page, lease, deadline
+                _Asked(session, request.prefix.namespace_id, namespace, tokens, first_page, lease, deadline)
             )
         except BaseException:
             cache.release(lease)
@@ -117,26 +134,15 @@ class Storing:
             staging_slots=reservation.staging_slots.astype("<i4").tobytes(),
         )
 
-    async def _take_room(
-        self,
-        session: Session,
-        namespace_id: int,
-        namespace: Namespace,
-        tokens: Tokens,
-        first_page: int,
-        lease: Lease,
-        deadline: float,
-    ) -> tuple[Reservation | None, "pb.Reason"]:
-        """Slots for the pages from `first_page` on, as many as can be had, and why they are fewer. The tokens count as
+    async def _take_room(self, asked: _Asked) -> tuple[Reservation | None, "pb.Reason"]:
+        """Slots for the pages that are asked for, as many as can be had, and why they are fewer. The tokens count as
         kept from now on: other calls do not find the same room meanwhile."""
-        num_bytes = tokens.nbytes
+        session, num_bytes = asked.session, asked.tokens.nbytes
         if not self._may_keep(session, num_bytes):
             return None, pb.REASON_LIMIT
         self._note_kept(session, num_bytes)
         try:
-            reservation, reason = await self._take_slots(
-                session, namespace_id, namespace, tokens, first_page, lease, deadline
-            )
+            reservation, reason = await self._take_slots(asked)
         finally:
             self._note_kept(session, -num_bytes)
         if reservation is not None:
@@ -154,22 +160,14 @@ class Storing:
         self._kept.note(session.peer, more)
         self.sessions.note_kept(session, num_bytes)
 
-    async def _take_slots(
-        self,
-        session: Session,
-        namespace_id: int,
-        namespace: Namespace,
-        tokens: Tokens,
-        first_page: int,
-        lease: Lease,
-        deadline: float,
-    ) -> tuple[Reservation | None, "pb.Reason"]:
+    async def _take_slots(self, asked: _Asked) -> tuple[Reservation | None, "pb.Reason"]:
         """See `_take_room`."""
-        cache, sessions, staging = self.cache, self.sessions, session.staging
+        cache, sessions, session = self.cache, self.sessions, asked.session
+        staging = session.staging
         if staging is None:
             raise BadRequest("staging_bytes", "this session asked for none, so it cannot write")
-        wanted = len(tokens) // cache.layout.page_size - first_page
-        num_pages, reason = wanted, pb.REASON_NONE
+        num_pages = len(asked.tokens) // cache.layout.page_size - asked.first_page
+        reason = pb.REASON_NONE
         if sessions.room(session) < num_pages:
             num_pages, reason = sessions.room(session), pb.REASON_LIMIT
         if staging.num_free < num_pages:
@@ -179,7 +177,7 @@ class Storing:
         staging_slots = staging.allocate(num_pages)
         session.num_pages += num_pages  # other calls of the session do not find the same room meanwhile
         try:
-            slots = await cache.allocate_up_to(HOST, num_pages, deadline=deadline)
+            slots = await cache.allocate_up_to(HOST, num_pages, deadline=asked.deadline)
         except BaseException:
             if not session.ended.is_set():
                 staging.free(staging_slots)
@@ -194,24 +192,22 @@ class Storing:
         if len(slots) < num_pages:
             staging.free(staging_slots[len(slots) :])
             staging_slots, reason = staging_slots[: len(slots)], pb.REASON_NO_ROOM
-        # A copy: `tokens` may be a view of the whole message.
-        kept = tokens[: (first_page + len(slots)) * cache.layout.page_size].copy()
+        kept = asked.tokens[: (asked.first_page + len(slots)) * cache.layout.page_size].copy()
         reservation = Reservation(
-            namespace_id, namespace, kept, first_page, self._identities(namespace, kept, first_page, lease),
-            slots, staging_slots, lease,
+            asked.namespace_id, asked.namespace, kept, asked.first_page, self._identities(asked, kept),
+            slots, staging_slots, asked.lease,
         )  # fmt: skip
         return reservation, reason
 
-    def _identities(
-        self, namespace: Namespace, tokens: Tokens, first_page: int, lease: Lease
-    ) -> list[PageIdentity]:
-        """Those of new pages. They stay right, whatever becomes of the pages before: `_publish` looks at that."""
-        path = self.cache.path(lease)
+    def _identities(self, asked: _Asked, tokens: Tokens) -> list[PageIdentity]:
+        """Those of new pages, up to the last of `tokens`. They stay right, whatever becomes of the pages before:
+        `_publish` looks at that."""
+        namespace, path = asked.namespace, self.cache.path(asked.lease)
         chain = self.cache.tree.identities(path[-1])[-1].chain if path else namespace.digest
         packed = tokens.astype("<i4").tobytes()
         page_bytes = 4 * self.cache.layout.page_size
         identities = []
-        for start in range(first_page * page_bytes, len(packed), page_bytes):
+        for start in range(asked.first_page * page_bytes, len(packed), page_bytes):
             page = packed[start : start + page_bytes]
             identities.append(PageIdentity(namespace.digest, chain, page))
             chain = chain_digest(chain, page)
