@@ -36,8 +36,9 @@ class Limits:
     """What a client, or all of them together, may take at most. Everything is refused before it is allocated."""
 
     max_sessions: int = 64
-    """Those included that have ended while answers are not read, or promises not settled. Half of them, of `max_calls`
-    and of `total_staging_bytes` is divided among the tenants, so that none is without (`server/shares.py`)."""
+    """Those included that have ended while answers are not read, or promises not settled. Half of them, of `max_calls`,
+    `total_staging_bytes` and `message_bytes` is divided among the tenants, so that none is without
+    (`server/shares.py`)."""
     max_calls: int = 1024
     """Calls under way, those included whose answers were not read, over all sessions and beyond each one's own share:
     that is one `max_sessions`-th of as many again, and at least one."""

@@ -26,7 +26,7 @@ from hicache.service.config import Limits, Times
 from hicache.service.errors import Forbidden, LimitReached, ServerFailure, UnknownSession, to_wire
 from hicache.service.metrics import CallTimes
 from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.server.intake import AT_ONCE, Intake
+from hicache.service.server.intake import AT_ONCE, NOTHING, Intake, Received
 from hicache.service.server.session import Session
 from hicache.service.server.sessions import Sessions
 from hicache.service.tracing import Tracing
@@ -168,19 +168,19 @@ class Edge:
 
     def _unary(self, name: str, kind: type[Message], answer: Unary) -> Callable[[object, Context], Awaitable[bytes]]:
         async def handle(_: object, context: Context) -> bytes:
-            remaining, data = self._remaining(context), b""
+            remaining, received = self._remaining(context), NOTHING
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
-                        data = await self._received(context, call)
-                        reply = (await answer(call, parse(kind, data))).SerializeToString()
+                        received = await self._received(context, call)
+                        reply = (await answer(call, parse(kind, received.data))).SerializeToString()
                         self._note_reply(call, reply)
                         return reply
             except Exception as error:
                 await _refuse(context, error)
                 raise
             finally:
-                self._intake.let_go(data)
+                self._intake.let_go(received)
 
         return handle
 
@@ -188,18 +188,18 @@ class Edge:
         self, name: str, kind: type[Message], answer: Streaming
     ) -> Callable[[object, Context], AsyncIterator[bytes]]:
         async def handle(_: object, context: Context) -> AsyncIterator[bytes]:
-            remaining, data = self._remaining(context), b""
+            remaining, received = self._remaining(context), NOTHING
             try:
                 with self._timed(name), self._admitted(context, remaining) as call:
                     async with asyncio.timeout(remaining):
-                        data = await self._received(context, call)
-                        async for reply in answer(call, parse(kind, data)):
+                        received = await self._received(context, call)
+                        async for reply in answer(call, parse(kind, received.data)):
                             yield reply.SerializeToString()
             except Exception as error:
                 await _refuse(context, error)
                 raise
             finally:
-                self._intake.let_go(data)
+                self._intake.let_go(received)
 
         return handle
 
@@ -254,13 +254,13 @@ class Edge:
         if not sessions.may_open(session):
             raise LimitReached(f"{session.num_open} are under way, and no more may be", field="max_calls")
 
-    async def _received(self, context: Context, call: Call) -> bytes:
+    async def _received(self, context: Context, call: Call) -> Received:
         """The call's message, once the session's long replies are read. Raises `UnknownSession` where its session has
         ended meanwhile: who is lent nothing need give nothing back."""
         owner = call.owner
         if owner is None:
             return await self._intake.receive(context, self._common_turns)
-        data = await self._intake.receive(context, owner.turns)
+        received = await self._intake.receive(context, owner.turns, owner.peer)
         try:
             # Who asks for many pieces at once over a slow connection waits here for those before.
             while owner.unread_bytes > MAX_UNREAD_BYTES and not owner.ended.is_set():
@@ -269,9 +269,9 @@ class Edge:
             if owner.ended.is_set():
                 raise UnknownSession("it has ended while the message came")
         except BaseException:
-            self._intake.let_go(data)
+            self._intake.let_go(received)
             raise
-        return data
+        return received
 
     def _note_reply(self, call: Call, reply: bytes) -> None:
         """A call's reply is about to be sent."""

@@ -6,15 +6,33 @@ message is received only then, and within a bound of all messages together.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
 
 from hicache.errors import BadRequest
 from hicache.service.errors import LimitReached
+from hicache.service.server.shares import Peer, Peers, Pool
 
 AT_ONCE: Final = 8
 """Messages of one session that are received at a time; the others stay with their sender until it is their turn."""
+
+
+OWNER: Final[Peer] = ""
+"""Who messages are counted for that belong to no session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The message of a call."""
+
+    data: bytes
+    peer: Peer
+    """Who it is counted for."""
+
+
+NOTHING: Final = Received(b"", OWNER)
 
 
 class Intake:
@@ -23,24 +41,26 @@ class Intake:
     Args:
         message_bytes_max: of one message.
         bytes_max: of all messages of calls under way; each counts as the longest until it is there.
+        peers: among whom these are divided.
     """
 
-    def __init__(self, message_bytes_max: int, bytes_max: int) -> None:
+    def __init__(self, message_bytes_max: int, bytes_max: int, peers: Peers) -> None:
         self._longest: Final = message_bytes_max
-        self._max: Final = bytes_max
-        self._num_bytes = 0
+        self._pool: Final = Pool(peers, bytes_max)
 
-    async def receive(self, context: "grpc.aio.ServicerContext[Any, Any]", turns: asyncio.Semaphore) -> bytes:
+    async def receive(
+        self, context: "grpc.aio.ServicerContext[Any, Any]", turns: asyncio.Semaphore, peer: Peer = OWNER
+    ) -> Received:
         """A call's message, to be given back by `let_go` when the call has ended. Waits for the client, and before that
         for one of its `turns`: who begins calls and sends nothing is in the way of itself alone. Raises `LimitReached`
         before anything is received, `BadRequest` where none comes."""
         async with turns:
-            return await self._receive(context)
+            return await self._receive(context, peer)
 
-    async def _receive(self, context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
-        if self._num_bytes + self._longest > self._max:
-            raise LimitReached(f"messages of {self._num_bytes} bytes are under way", field="message_bytes")
-        self._num_bytes += self._longest
+    async def _receive(self, context: "grpc.aio.ServicerContext[Any, Any]", peer: Peer) -> Received:
+        if not self._pool.fits(peer, self._longest):
+            raise LimitReached(f"messages of {self._pool.held(peer)} bytes are under way", field="message_bytes")
+        self._pool.note(peer, self._longest)
         data = b""
         try:
             received = await context.read()
@@ -48,9 +68,9 @@ class Intake:
                 raise BadRequest("message", "is missing")
             data = bytes(received)
         finally:
-            self._num_bytes += len(data) - self._longest
-        return data
+            self._pool.note(peer, len(data) - self._longest)
+        return Received(data, peer)
 
-    def let_go(self, data: bytes) -> None:
+    def let_go(self, received: Received) -> None:
         """The call whose message this was has ended."""
-        self._num_bytes -= len(data)
+        self._pool.note(received.peer, -len(received.data))

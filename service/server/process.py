@@ -231,7 +231,8 @@ async def serving(
 
         data = _grpc_server(config, None, tracing)
         times = server.call_times
-        intake = Intake(wire.longest_request(config.limits.max_tokens), config.limits.message_bytes)
+        longest = wire.longest_request(config.limits.max_tokens)
+        intake = Intake(longest, config.limits.message_bytes, server.sessions.peers)
         edge = Edge(
             clock, max_call_s=config.times.max_call_s, sessions=server.sessions, times=times, intake=intake,
             tracing=tracing,

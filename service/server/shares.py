@@ -17,6 +17,7 @@ each tenant, as most of what there is would lie idle while one tenant works alon
 
 from collections import Counter
 from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from typing import Final, TypeAlias
 
 Peer: TypeAlias = str | int
@@ -31,16 +32,16 @@ class Peers:
     def __init__(self, tenants: Collection[str] = (), *, has_group: bool = False) -> None:
         """`tenants`: their names; none where there are no tenants. `has_group`: other users than the server's own may
         connect."""
-        self._num_tenants: Final = len(tenants)
+        self._tenants: Final = frozenset(tenants)
         self._are_users: Final = has_group and not tenants
 
     def of(self, tenant: str, uid: int) -> Peer:
         """Who a session's things are counted for."""
         return tenant or (uid if self._are_users else _ONLY)
 
-    def num_absent(self, num_present: int) -> int:
+    def num_absent(self, present: AbstractSet[Peer]) -> int:
         """How many peers a part is kept for beside those that are there."""
-        return 1 if self._are_users else max(0, self._num_tenants - num_present)
+        return 1 if self._are_users else len(self._tenants - present)
 
 
 def beyond(own: int, before: int, after: int) -> int:
@@ -79,10 +80,10 @@ class Pool:
             return True  # even if nobody used any of a part: this is asked for every call
         if not self._held[peer]:
             return self.total + amount <= self._most
-        others = self._held.keys() - {peer}
-        num_absent = self._peers.num_absent(len(others) + 1)
-        part = divided // (len(others) + 1 + num_absent)
-        unused = part * num_absent + sum([max(0, part - self._held[other]) for other in others])
+        present = self._held.keys() | {peer}
+        num_absent = self._peers.num_absent(present)
+        part = divided // (len(present) + num_absent)
+        unused = part * num_absent + sum([max(0, part - self._held[each]) for each in present if each != peer])
         return self.total + amount + unused <= self._most
 
     def note(self, peer: Peer, amount: int) -> None:

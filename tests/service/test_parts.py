@@ -1,6 +1,8 @@
 """I33: what all sessions have together, of which one tenant cannot take the parts of the others."""
 
 import os
+import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +16,7 @@ from hicache.service.client.transport import say_hello
 from hicache.service.errors import LimitReached
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server import storing
+from hicache.service.server.intake import AT_ONCE
 from tests.service.http2 import RawChannel
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
@@ -105,6 +108,36 @@ def test_one_tenant_leaves_the_others_calls(tmp_path: Path) -> None:
                 client.pin(Prompt(NAMESPACE, TOKENS))
         with connect(server.directory, tenant="blue") as another:
             assert store(another, TOKENS, tenant="blue") == PAGE
+
+
+def test_one_tenant_leaves_the_others_messages(tmp_path: Path) -> None:
+    """I21, I26, I33: calls whose messages never come count as much as the longest, until their deadline."""
+    max_tokens = 1 << 20
+    num_messages = 32
+    few = {"limits__max_tokens": max_tokens, "limits__message_bytes": num_messages * wire.longest_request(max_tokens)}
+    with thread_server(tmp_path, tenants=TENANTS, **few) as server, ExitStack() as stack:
+        is_over = threading.Event()
+        channel = stack.enter_context(grpc.insecure_channel(wire.address(str(server.directory / wire.DATA_SOCKET))))
+        look_up = channel.stream_unary(LOOKUP, bytes, bytes)
+        stack.callback(is_over.set)
+
+        def nothing() -> Iterator[bytes]:
+            is_over.wait(WAIT_S)
+            yield from ()
+
+        def stuck(client: Client) -> "list[grpc.Future[bytes]]":
+            metadata = ((wire.TOKEN_METADATA, client.welcome.token),)
+            return [look_up.future(nothing(), timeout=WAIT_S, metadata=metadata) for _ in range(AT_ONCE)]
+
+        *reds, last = [stack.enter_context(connect(server.directory, tenant="red", staging_bytes=0)) for _ in range(4)]
+        calls = [call for red in reds for call in stuck(red)]
+        server.until(lambda inside: sum(each.num_calls for each in inside.sessions) == len(calls), within_s=WAIT_S)
+        with pytest.raises(LimitReached, match="message_bytes"):
+            last.pin(Prompt(NAMESPACE, TOKENS))
+        blue = stack.enter_context(connect(server.directory, tenant="blue"))
+        for number in range(10):
+            assert store(blue, _page(number), tenant="blue") == check(blue, _page(number), tenant="blue") == PAGE
+        assert not any(call.done() for call in calls)
 
 
 def test_one_tenant_leaves_the_others_token_ids_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
