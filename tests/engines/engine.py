@@ -5,8 +5,9 @@
     others       {"prompts": [[token, ...], ...], "together": false, "salt": null, "adapter": directory or null,
                   "picture": number or null: which one stands where prompts have the token for it}
                   answered by {"tokens": [[...], ...], "scheduled": [tokens computed for each prompt], "seconds": [...],
-                  "cached": [tokens of each prompt that vLLM says were cached]}; where the engine's worker is in this
-                  process, a prompt is asked when all that was computed before is saved: what it finds is no race
+                  "waited_s": [seconds of those in which nothing was computed], "cached": [tokens of each prompt that
+                  vLLM says were cached]}; where the engine's worker is in this process, a prompt is asked when all
+                  that was computed before is saved: what it finds is no race
                  {"metrics": true}: what vLLM counts, by name, over all labels; needs disable_log_stats = false
                  {"forget": true}: forget what vLLM itself has kept; what the sidecar has stays
                  {"reset": true}: forget what vLLM itself has kept, and what it may load
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from hicache.service.engines.vllm.transfers import Transfers
-from hicache.tools.bench.engine_process import ENVIRONMENT, count_scheduled, llm_arguments
+from hicache.tools.bench.engine_process import ENVIRONMENT, llm_arguments, watch_steps
 from tests.engines.pictures import picture
 
 SAVED_WITHIN_S: Final = 10.0
@@ -35,6 +36,25 @@ def await_saves(workers: Sequence[Transfers]) -> None:
     for each in workers:
         while each.num_saves and time.monotonic() < until:
             os.sched_yield()
+
+
+class Steps:
+    """What vLLM's scheduler has done."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.waited_s = 0.0
+        self._idle_since: float | None = None
+
+    def begin(self) -> None:
+        """Others are asked now: until then it was not waited for anything."""
+        self._idle_since = None
+
+    def see(self, num_tokens: int, began: float) -> None:
+        now = time.monotonic()
+        self.num_tokens += num_tokens
+        self.waited_s += now - (began if self._idle_since is None else self._idle_since)
+        self._idle_since = None if num_tokens else now
 
 
 def main() -> None:
@@ -50,7 +70,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    scheduled = count_scheduled()
+    steps = Steps()
+    watch_steps(steps.see)
     llm = LLM(model=asked["model"], **{**llm_arguments(asked["config"]), **asked["llm"]})
     workers = [each for each in gc.get_objects() if isinstance(each, Transfers)]
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["new_tokens"], ignore_eos=True, detokenize=False)
@@ -74,7 +95,7 @@ def main() -> None:
                     counted[metric.name] = counted.get(metric.name, 0.0) + metric.value
             answer({"metrics": counted})
             continue
-        tokens, computed, seconds, cached = [], [], [], []
+        tokens, computed, seconds, waited_s, cached = [], [], [], [], []
         prompts = question["prompts"]
         more: dict[str, Any] = {"cache_salt": question["salt"]} if question.get("salt") else {}
         if question.get("picture") is not None:
@@ -82,15 +103,19 @@ def main() -> None:
         path = question.get("adapter")
         lora = LoRARequest(path, adapters.setdefault(path, len(adapters) + 1), path) if path else None
         for batch in [prompts] if question.get("together") else [[each] for each in prompts]:
-            before, began = scheduled[0], time.monotonic()
+            steps.begin()
+            before, waited_before_s, began = steps.num_tokens, steps.waited_s, time.monotonic()
             asked_now = [{"prompt_token_ids": each, **more} for each in batch]
             outputs = llm.generate(asked_now, sampling, use_tqdm=False, lora_request=lora)
             tokens += [list(each.outputs[0].token_ids) for each in outputs]
             cached += [each.num_cached_tokens for each in outputs]
-            computed.append(scheduled[0] - before)
+            computed.append(steps.num_tokens - before)
             seconds.append(time.monotonic() - began)
+            waited_s.append(steps.waited_s - waited_before_s)
             await_saves(workers)
-        answer({"tokens": tokens, "scheduled": computed, "seconds": seconds, "cached": cached})
+        answer({
+            "tokens": tokens, "scheduled": computed, "seconds": seconds, "waited_s": waited_s, "cached": cached,
+        })  # fmt: skip
     llm.llm_engine.engine_core.shutdown()
 
 

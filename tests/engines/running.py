@@ -20,6 +20,8 @@ SHAPE: Final = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": '"f
 """The layout of the small model, as the sidecar is told it."""
 PAGE_BYTES: Final = 2 * 4 * 2 * 32 * 4 * BLOCK
 START_S: Final = 180.0
+END_S: Final = 60.0
+"""How long an engine may take to end."""
 
 Tokens = list[int]
 
@@ -31,6 +33,9 @@ class Answers(NamedTuple):
     scheduled: list[int]
     """Tokens computed, for each prompt, or for all where they were asked together."""
     seconds: list[float]
+    waited_s: list[float]
+    """The part of `seconds` in which nothing was computed: the scheduler asked what is cached, or all requests waited
+    for pages."""
     cached: list[int]
     """Tokens of each prompt that vLLM says were cached."""
 
@@ -57,7 +62,7 @@ class Engine:
         said = self._say(
             {"prompts": list(prompts), "together": together, "salt": salt, "adapter": lora, "picture": picture}
         )
-        return Answers(said["tokens"], said["scheduled"], said["seconds"], said["cached"])
+        return Answers(said["tokens"], said["scheduled"], said["seconds"], said["waited_s"], said["cached"])
 
     def reset(self) -> bool:
         """Forget what vLLM itself has kept."""
@@ -123,13 +128,19 @@ def engine(
         assert process.stdout is not None
         process.stdin.close()
         try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
+            ended(process)
         finally:
             process.stdout.close()
+
+
+def ended(process: "subprocess.Popen[str]") -> int:
+    """The exit status of a process that has been told to end. One that does not is killed, and fails the test."""
+    try:
+        return process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
 
 
 def conversation_prompts(num_prompts: int, seed: int, *, shortest: int = 200, longest: int = 700) -> list[Tokens]:

@@ -14,8 +14,8 @@ Only what moves between device and host is left out: a test fills the host's pag
     {"clear": name}         {"done": true}
     {"close": name}         {"done": true}
 
-It is run by the interpreter of the engines' environment, with SGLang and the repository on its path, and ends with its
-input.
+It says {"ready": true} first. It is run by the interpreter of the engines' environment, with SGLang and the repository
+on its path, and ends with its input.
 """
 
 import hashlib
@@ -233,25 +233,30 @@ def main() -> None:
 
     import_utils.is_torchvision_available()  # remembers that it is not there
     sys.meta_path.insert(0, Absent())
+    import sglang.srt.mem_cache.storage  # noqa: F401  # without it there is nothing to ask
+
+    def answer(what: dict[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
     ranks: dict[str, Rank] = {}
+    answer({"ready": True})
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
         what = next(name for name in ("make", "save", "load", "beside", "clear", "close") if name in asked)
         name = asked[what]
-        answer: dict[str, Any]
         if what == "make":
             try:
                 ranks[name] = Rank(asked)
-                answer = {"made": type(ranks[name].backend).__name__}
             except HicacheError as error:
-                answer = {"refused": str(error)}
+                answer({"refused": str(error)})
+            else:
+                answer({"made": type(ranks[name].backend).__name__})
         elif what in ("clear", "close"):
             getattr(ranks[name].backend, what)()
-            answer = {"done": True}
+            answer({"done": True})
         else:
-            answer = getattr(ranks[name], what)(asked)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            answer(getattr(ranks[name], what)(asked))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ def test_every_row_is_measured_and_nothing_stays(tmp_path: Path, monkeypatch: py
     rows = {row["name"]: row for row in json.loads(target.read_text())["rows"]}
     assert set(rows) == {
         "tiny_ttft_hit_vs_recompute", "tiny_no_reuse_wall", "tiny_no_reuse_wall_least", "tiny_no_reuse_wall_most",
-        "tiny_no_reuse_overhead", "tiny_no_reuse_sidecar",
+        "tiny_no_reuse_engines", "tiny_no_reuse_engines_least", "tiny_no_reuse_engines_most", "tiny_no_reuse_overhead",
+        "tiny_no_reuse_sidecar",
     }  # fmt: skip
     hit = rows["tiny_ttft_hit_vs_recompute"]
     assert hit["baseline"]["name"] == "computing the prompt"

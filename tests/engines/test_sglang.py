@@ -6,13 +6,14 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from tests.engines.running import PYTHON
+from tests.engines.running import PYTHON, ended
 from tests.engines.storage import PAGE, page_data
 from tests.repository import ROOT
 from tests.service.serving import ServerProcess, arguments
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 PACKAGES: Final = Path(os.environ.get("HICACHE_ENGINES_SGLANG", ROOT / ".venv-engines" / "sglang"))
 """Where SGLang is, apart from vLLM, which must not see the packages that it brings."""
 RNG: Final = random.Random(5)
+Start = Callable[[], ServerProcess]
 V1: Final = {"interface_v1": 1}
 
 
@@ -38,12 +40,21 @@ class Storage:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=directory,
                 env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
+        try:
+            assert self._answer() == {"ready": True}
+        except BaseException:
+            self._process.kill()
+            self._process.communicate()
+            raise
 
     def ask(self, **question: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"it ended: {self.log()[-3000:]}"
         answer: dict[str, Any] = json.loads(line)
@@ -67,8 +78,10 @@ class Storage:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        assert self._process.wait(60) == 0, self.log()[-3000:]
-        self._process.stdout.close()
+        try:
+            assert ended(self._process) == 0, self.log()[-3000:]
+        finally:
+            self._process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +91,27 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storage]:
     running.close()
 
 
-def start(directory: Path) -> ServerProcess:
-    nvme = directory / "nvme"
-    nvme.mkdir(exist_ok=True)
-    return ServerProcess(directory, arguments(
-        host_pages=256, nvme__dir=f'["{nvme}"]', nvme__bytes=1024 * LAYOUT.page_bytes,
-        write_policy='"write-through"',
-    ))  # fmt: skip
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a test's sidecar, with what it had on disk. It ends with the test, if not before."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    with ExitStack() as stack:
+
+        def started() -> ServerProcess:
+            running = ServerProcess(tmp_path, arguments(
+                host_pages=256, nvme__dir=f'["{nvme}"]', nvme__bytes=1024 * LAYOUT.page_bytes,
+                write_policy='"write-through"',
+            ))  # fmt: skip
+            stack.callback(running.stop)
+            return running
+
+        yield started
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    running = start(tmp_path)
-    yield running
-    running.stop()
+def server(start: Start) -> ServerProcess:
+    return start()
 
 
 def prompt(num_pages: int) -> list[int]:
@@ -172,29 +192,29 @@ def test_other_pools_go_beside_and_bound_what_can_be_restored(storage: Storage, 
     storage.ask(close="several")
 
 
-def test_a_restarted_or_missing_sidecar_costs_misses_only(storage: Storage, tmp_path: Path) -> None:
-    server = start(tmp_path)
+def test_a_restarted_or_missing_sidecar_costs_misses_only(storage: Storage, start: Start) -> None:
+    server = start()
     storage.make(server, "lasting")
     tokens, others = prompt(6), prompt(4)
     assert storage.ask(save="lasting", tokens=tokens) == {"saved": 6 * PAGE}
     server.stop()
     assert load(storage, "lasting", tokens) == hit(0)
     assert storage.ask(save="lasting", tokens=others) == {"saved": 0}
-    server = start(tmp_path)
+    server = start()
     until(lambda: load(storage, "lasting", tokens) == hit(6))
     os.kill(server.process.pid, signal.SIGSTOP)
-    answer = storage.make(server, "late")
-    assert answer == {"made": "HicacheStorage"}
-    assert load(storage, "late", tokens) == hit(0)
-    os.kill(server.process.pid, signal.SIGCONT)
+    try:
+        assert storage.make(server, "late") == {"made": "HicacheStorage"}
+        assert load(storage, "late", tokens) == hit(0)
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
     until(lambda: load(storage, "late", tokens) == hit(6))
     for name in ("lasting", "late"):
         storage.ask(close=name)
-    server.stop()
 
 
-def test_a_flipped_byte_is_a_miss(storage: Storage, tmp_path: Path) -> None:
-    tokens = saved_on_disk(storage, tmp_path)
+def test_a_flipped_byte_is_a_miss(storage: Storage, start: Start, tmp_path: Path) -> None:
+    tokens = saved_on_disk(storage, start)
     flipped = page_data(tokens, 2, "", LAYOUT.page_bytes)
     for file in (tmp_path / "nvme").rglob("*"):
         if file.is_file():
@@ -207,7 +227,7 @@ def test_a_flipped_byte_is_a_miss(storage: Storage, tmp_path: Path) -> None:
                 break
     else:
         pytest.fail("the page is not on disk as it was given")
-    server = start(tmp_path)
+    server = start()
     storage.make(server, "flipped")
     answer = load(storage, "flipped", tokens)
     assert answer["right"]
@@ -216,16 +236,15 @@ def test_a_flipped_byte_is_a_miss(storage: Storage, tmp_path: Path) -> None:
     assert storage.ask(save="flipped", tokens=tokens) == {"saved": 8 * PAGE}, "it is not poisoned"
     assert load(storage, "flipped", tokens) == hit(8)
     storage.ask(close="flipped")
-    server.stop()
 
 
-def test_a_truncated_file_is_misses(storage: Storage, tmp_path: Path) -> None:
-    tokens = saved_on_disk(storage, tmp_path)
+def test_a_truncated_file_is_misses(storage: Storage, start: Start, tmp_path: Path) -> None:
+    tokens = saved_on_disk(storage, start)
     cut = page_data(tokens, 3, "", LAYOUT.page_bytes)
     found = [(file, file.read_bytes().find(cut)) for file in (tmp_path / "nvme").rglob("*") if file.is_file()]
     file, at = next((file, at) for file, at in found if at >= 0)
     os.truncate(file, at + 1000)
-    server = start(tmp_path)
+    server = start()
     storage.make(server, "cut")
     answer = load(storage, "cut", tokens)
     assert answer["right"]
@@ -233,7 +252,6 @@ def test_a_truncated_file_is_misses(storage: Storage, tmp_path: Path) -> None:
     assert storage.ask(save="cut", tokens=tokens) == {"saved": 8 * PAGE}
     assert load(storage, "cut", tokens) == hit(8)
     storage.ask(close="cut")
-    server.stop()
 
 
 def test_clearing_is_about_this_engine_alone(storage: Storage, server: ServerProcess, tmp_path: Path) -> None:
@@ -270,9 +288,9 @@ def test_what_does_not_fit_is_said_once_and_costs_nothing_else(
     storage.ask(close="wide")
 
 
-def saved_on_disk(storage: Storage, directory: Path) -> list[int]:
+def saved_on_disk(storage: Storage, start: Start) -> list[int]:
     """Save a prompt of eight pages and stop the sidecar; its tokens."""
-    server = start(directory)
+    server = start()
     storage.make(server, "before")
     tokens = prompt(8)
     assert storage.ask(save="before", tokens=tokens) == {"saved": 8 * PAGE}

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from hicache.tools.bench.engine_models import VOCABULARY, make_tiny
 from hicache.tools.bench.engine_process import BLOCK, ENVIRONMENT
 from hicache.tools.cli import main
-from tests.engines.running import PYTHON, START_S
+from tests.engines.running import PYTHON, START_S, ended
 from tests.engines.test_vllm import arguments
 from tests.repository import ROOT
 from tests.service.serving import ServerProcess
@@ -84,11 +84,7 @@ def openai_server(model: Path, directory: Path, sockets: Path) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
+            ended(process)
         finally:
             reading.join()
             assert process.stdout is not None

@@ -8,12 +8,14 @@ be the same, and are compared.
 not, beside that of the engine without the connector, which computes it. Its bound is what that engine takes when its
 own prefix cache has the prompt: nothing is loaded then.
 
-`no_reuse` is a load of prompts of that length that nobody has asked before: `wall` compares the time of both engines,
-`overhead` is what the connector's methods and threads take, in percent of the CPU of the engine without it, `sidecar`
-what the sidecar takes for storing it all. Two engines differ from the start on, by where their memory came to lie,
-about as much as the connector takes; so pairs of engines are started again and again, each engine of them first in
-turn, and asked the same prompt in pairs, each first in turn again. `wall` is the median of all pairs' ratios;
-`wall_least` and `wall_most` say how far the medians of the starts are apart.
+`no_reuse` is a load of prompts of that length that nobody has asked before. Each is asked three times, in all orders:
+the engine without the connector; the one with it, whose connector is put aside for that time (neither vLLM's scheduler
+nor its worker has one then); and that one with its connector. `wall` is the time of the last ÷ that of the second, the
+median of all prompts: what the connector does to an engine. `engines` is the last ÷ the first. Two engines differ from
+the start on, by where their memory came to lie, more than by a connector: so all is started several times, each engine
+first in turn, and `least` and `most` say how far the medians of the starts are apart. `overhead` is the CPU that the
+connector's methods and threads take, its session's included, in percent of the CPU of the engine without it, `sidecar`
+what the sidecar takes for storing it all.
 
 These rows are SmolLM2's. The tiny model's have its name in front; as it computes next to nothing, its load has no goals
 and is measured only where SmolLM2 is left out.
@@ -21,7 +23,9 @@ and is measured only where SmolLM2 is left out.
 
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle, permutations
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -38,10 +42,10 @@ from hicache.tools.terminal import printable
 NEW_TOKENS: Final = 16
 """Tokens of an answer where nothing is reused."""
 HIT_ROUNDS: Final = 5
-STARTS: Final = 7
+STARTS: Final = 3
 """Of both engines, for what nothing to reuse costs."""
-PAIRS: Final = 3
-"""Prompts in each of them, that both engines are asked."""
+PROMPTS: Final = 6
+"""In each of them: as many as there are orders of three."""
 HIT_GOAL: Final = 0.25
 """Time until the first token ÷ that of computing the prompt."""
 WALL_GOAL: Final = 1.03
@@ -129,60 +133,66 @@ def _hits(report: Report, note: Note, plan: Plan, machine: Machine, model: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """One prompt that both engines were asked."""
+class _Asked:
+    """One prompt, asked three times."""
 
     plain: Answer
+    """Of the engine without the connector."""
+    aside: Answer
+    """Of the other one, with its connector put aside."""
     ours: Answer
     sidecar_s: float
-    """CPU of the sidecar meanwhile."""
-
-    @property
-    def ratio(self) -> float:
-        """The time with the connector ÷ that without it."""
-        return self.ours.seconds / self.plain.seconds
+    """CPU of the sidecar for the last."""
 
 
 def _overhead(
     report: Report, note: Note, plan: Plan, scratch: Path, directory: Path, model: str, num_words: int
 ) -> None:
     """What nothing to reuse costs."""
-    starts: list[list[_Pair]] = []
+    starts: list[list[_Asked]] = []
     for number in range(plan.rounds(STARTS)):
         note(f"{model}: prompts that nobody has asked before, start {number + 1} of {plan.rounds(STARTS)}")
         place = scratch / f"s{number}"  # short, as the paths of sockets have to be
         with machine_of(plan.python, place, directory, num_words, seed=number, swapped=bool(number % 2)) as machine:
-            starts.append(_pairs(machine, plan.rounds(PAIRS)))
-    pairs = [pair for start in starts for pair in start]
-    require(all(pair.ours.connector_cpu_s > 0 for pair in pairs), f"{model}: nothing was saved")
-    without_s = median(pair.plain.seconds for pair in pairs)
-    engine_s = median(pair.plain.cpu_s for pair in pairs)
+            starts.append(_asked(machine, plan.rounds(PROMPTS), model))
+    every = [each for start in starts for each in start]
+    require(all(each.ours.connector_cpu_s > 0 for each in every), f"{model}: nothing was saved")
+    engine_s = median(each.plain.cpu_s for each in every)
     # vLLM has other threads of its own, which do a little all the time.
-    connector_s = median(pair.ours.connector_cpu_s - pair.plain.connector_cpu_s for pair in pairs)
-    medians = [median(pair.ratio for pair in start) for start in starts]
+    connector_s = median(each.ours.connector_cpu_s - each.plain.connector_cpu_s for each in every)
     wall_goal, cpu_goal = (WALL_GOAL, CPU_GOAL) if model == "smollm2" else (None, None)
 
-    def wall(name: str, ratio: float, goal: float | None = None) -> None:
-        without = Baseline("without the connector", 1e3 * without_s)
-        name = f"{_prefix(model)}no_reuse_{name}"
-        report(Row(name, 1e3 * without_s * ratio, "ms", without, goal=goal, goal_is_ratio=True))
+    def compare(name: str, baseline: str, beside: Callable[[_Asked], Answer], goal: float | None) -> None:
+        """The time with the connector ÷ that of other answers."""
+        beside_s = median(beside(each).seconds for each in every)
+        medians = [median(each.ours.seconds / beside(each).seconds for each in start) for start in starts]
+        ratio = median(each.ours.seconds / beside(each).seconds for each in every)
+        for words, value, its_goal in (
+            (name, ratio, goal), (f"{name}_least", min(medians), None), (f"{name}_most", max(medians), None)
+        ):  # fmt: skip
+            named, base = f"{_prefix(model)}no_reuse_{words}", Baseline(baseline, 1e3 * beside_s)
+            report(Row(named, 1e3 * beside_s * value, "ms", base, goal=its_goal, goal_is_ratio=True))
 
-    wall("wall", median(pair.ratio for pair in pairs), wall_goal)
-    wall("wall_least", min(medians))
-    wall("wall_most", max(medians))
+    compare("wall", "with the connector put aside", lambda each: each.aside, wall_goal)
+    compare("engines", "another engine, without a connector", lambda each: each.plain, None)
     report(Row(f"{_prefix(model)}no_reuse_overhead", 100 * connector_s / engine_s, "%", goal=cpu_goal))
-    sidecar_s = median(pair.sidecar_s for pair in pairs)
+    sidecar_s = median(each.sidecar_s for each in every)
     report(Row(f"{_prefix(model)}no_reuse_sidecar", 100 * sidecar_s / engine_s, "%"))
 
 
-def _pairs(machine: Machine, count: int) -> list[_Pair]:
-    """Both engines in pairs of prompts, each first in turn. The first pair is for warming up, and does not count."""
-    pairs = []
-    for number in range(count + 1):
-        before = machine.sidecar_cpu_s()
-        plain, ours = machine.both(Question(machine.prompt(PROMPT_TOKENS), NEW_TOKENS), swapped=bool(number % 2))
-        pairs.append(_Pair(plain, ours, machine.sidecar_cpu_s() - before))
-    return pairs[1:]
+def _asked(machine: Machine, count: int, model: str) -> list[_Asked]:
+    """Prompts, each asked three times in another order. The first is for warming up, and does not count."""
+    asked = []
+    for _, order in zip(range(count + 1), cycle(permutations(("plain", "aside", "ours"))), strict=False):
+        prompt, answers, sidecar_s = machine.prompt(PROMPT_TOKENS), {}, 0.0
+        for side in order:
+            engine, before_s = machine.plain if side == "plain" else machine.ours, machine.sidecar_cpu_s()
+            answers[side] = engine.ask(Question(prompt, NEW_TOKENS, forget=True, aside=side == "aside"))
+            sidecar_s = machine.sidecar_cpu_s() - before_s if side == "ours" else sidecar_s
+        require(len({tuple(each.tokens) for each in answers.values()}) == 1, f"{model}: not the same tokens")
+        require(len({each.scheduled for each in answers.values()}) == 1, f"{model}: something was reused")
+        asked.append(_Asked(**answers, sidecar_s=sidecar_s))
+    return asked[1:]
 
 
 def _prefix(model: str) -> str:

@@ -20,6 +20,9 @@ from hicache.tools.exits import CommandFailed
 from hicache.tools.terminal import printable
 
 PROMPT_TOKENS: Final = 1500
+HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
+"""For both engines, as glibc's tunables: with small pages one of them may take a fifth longer than the other for all of
+its life, by where its memory happened to come to lie."""
 ARENA_PROMPTS: Final = 8
 """Prompts that the sidecar has room for: the load need not stay."""
 
@@ -71,14 +74,9 @@ class Machine:
         """One that was never asked."""
         return [self.rng.randrange(3, self.num_words) for _ in range(num_tokens)]
 
-    def both(self, question: Question, *, swapped: bool = False) -> tuple[Answer, Answer]:
+    def both(self, question: Question) -> tuple[Answer, Answer]:
         """Answers without the connector and with it, asked one after the other."""
-        if swapped:
-            ours = self.ours.ask(question)
-            plain = self.plain.ask(question)
-        else:
-            plain = self.plain.ask(question)
-            ours = self.ours.ask(question)
+        plain, ours = self.plain.ask(question), self.ours.ask(question)
         require(plain.tokens == ours.tokens, "other tokens with the connector")
         return plain, ours
 
@@ -115,8 +113,11 @@ def _engine(python: Path, errors: Path, told: dict[str, Any]) -> Iterator[Engine
     command = (os.fspath(python), "-m", "hicache.tools.bench.engine_process")
     with (
         errors.open("w") as written,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=written, text=True) as process,
-    ):
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=written, text=True,
+            env={**os.environ, "GLIBC_TUNABLES": HUGE_PAGES},
+        ) as process,
+    ):  # fmt: skip
         try:
             engine = Engine(process, errors)
             engine.tell(told)

@@ -13,8 +13,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Final
@@ -42,6 +42,8 @@ class Question:
     new_tokens: int
     forget: bool = False
     """Forget what vLLM itself has kept before. What the sidecar has stays."""
+    aside: bool = False
+    """Put the connector aside for this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +78,20 @@ def llm_arguments(config: dict[str, Any] | None) -> dict[str, Any]:
     return arguments
 
 
-def count_scheduled() -> list[int]:
-    """One number, which rises by what vLLM computes: its own statistics count what they believe that it did not."""
+def watch_steps(see: Callable[[int, float], None]) -> None:
+    """Call `see` for each step that vLLM has scheduled, with its tokens and when the scheduler began: vLLM's own
+    statistics count what they believe that was not computed."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    scheduled = [0]
     plain = Scheduler.schedule
 
-    def counted(self: Any, *args: Any, **more: Any) -> Any:
+    def watched(self: Any, *args: Any, **more: Any) -> Any:
+        began = time.monotonic()
         output = plain(self, *args, **more)
-        scheduled[0] += output.total_num_scheduled_tokens
+        see(output.total_num_scheduled_tokens, began)
         return output
 
-    Scheduler.schedule = counted
-    return scheduled
+    Scheduler.schedule = watched
 
 
 class Clock:
@@ -127,7 +129,8 @@ class Engine:
     def __init__(self, model: str, config: dict[str, Any] | None) -> None:
         from vllm import LLM
 
-        self._scheduled: Final = count_scheduled()
+        self._scheduled = 0
+        watch_steps(self._count)
         self._clock: Clock | None = None
         if config is not None:
             from hicache.service.engines.vllm import HicacheConnector
@@ -137,25 +140,44 @@ class Engine:
 
     def answer(self, question: Question) -> Answer:
         """Ask the model."""
+        _settle()
         while question.forget and not self._llm.reset_prefix_cache():
             self._generate([0], 1)  # blocks that were saved are free after one more step
-        _settle()
-        scheduled, others_s, hooks_s = self._scheduled[0], _others_s(), self._hooks_s
-        began_s, began = time.process_time(), time.monotonic()
-        tokens = self._generate(question.prompt, question.new_tokens)
-        seconds = time.monotonic() - began
-        _settle()
+        with self._without_connector() if question.aside else nullcontext():
+            _settle()
+            scheduled, others_s, hooks_s = self._scheduled, _others_s(), self._hooks_s
+            began_s, began = time.process_time(), time.monotonic()
+            tokens = self._generate(question.prompt, question.new_tokens)
+            seconds = time.monotonic() - began
+            _settle()
         return Answer(
             tokens,
-            self._scheduled[0] - scheduled,
+            self._scheduled - scheduled,
             seconds,
             time.process_time() - began_s,
             _others_s() - others_s + self._hooks_s - hooks_s,
         )
 
+    @contextmanager
+    def _without_connector(self) -> Iterator[None]:
+        """vLLM as it is without one: neither its scheduler nor its worker has any. The session with the sidecar stays.
+        Nothing may be under way."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        kept = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+        try:
+            yield
+        finally:
+            scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = kept
+
     def close(self) -> None:
         """End it."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _count(self, num_tokens: int, began: float) -> None:
+        self._scheduled += num_tokens
 
     @property
     def _hooks_s(self) -> float:
