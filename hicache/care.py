@@ -30,8 +30,9 @@ def rank(priority: int, *, is_retained: bool) -> int:
 
 def rank_of(node: Node) -> int:
     """The rank of a node."""
-    # Kept so that the ordinary one is 0.
-    return ((node._states >> RANK_SHIFT & RANK_MASK) + DEFAULT_RANK) % (2 * _PRIORITIES)
+    # Kept so that the ordinary one, which nearly all have, is 0.
+    kept = node._states >> RANK_SHIFT & RANK_MASK
+    return (kept + DEFAULT_RANK) % (2 * _PRIORITIES) if kept else DEFAULT_RANK
 
 
 def without_retention(ranked: int) -> int:

@@ -41,9 +41,8 @@ class Evictable:
         """Who is told of copies that can be served."""
         self.is_shape_heard = bool(self._shaped)
         """Whether somebody hears of joins."""
-        self._residents = [each if isinstance(each, HearsResidency) else None for each in policies]
-        self.hears_residency = sum([1 << at for at, each in enumerate(self._residents) if each is not None])
-        """Bit mask of the tiers whose policy hears of residency."""
+        self.residents = tuple([each if isinstance(each, HearsResidency) else None for each in policies])
+        """By tier: its policy where that hears of residency."""
         self._slowest = 1 << (len(policies) - 1)
         self._droppable = 0 if droppable is None else 1 << len(policies)
 
@@ -98,15 +97,6 @@ class Evictable:
         """Tell whoever hears of shapes that `lower`, which is not listed, is to take the pages of `upper`."""
         for each in self._shaped:
             each.joined(upper, lower)
-
-    def moved(self, node: Node, index: int, is_in: bool) -> None:
-        """Tell the policy of a tier, which hears of residency, that the node has entered or left it."""
-        policy = self._residents[index]
-        assert policy is not None, "it does not hear of residency"
-        if is_in:
-            policy.entered(node)
-        else:
-            policy.left(node)
 
     def victims(self, index: int, num_pages: int) -> list[Node]:
         """Listed nodes of one tier in policy order, until they cover `num_pages`."""

@@ -18,6 +18,7 @@ from hicache.errors import BadRequest, NoRoom
 from hicache.layout import KVLayout
 from hicache.namespace import Namespace
 from hicache.node import Node
+from hicache.restoring import Restorer
 from hicache.tier import RecoveredRun, Slots, Tier
 from hicache.tree import HiRadixTree
 
@@ -62,7 +63,8 @@ async def recover(
     """
     began = clock.monotonic()
     num_pages = sum([len(run.slots) for run in runs])
-    namespaces: dict[bytes, Namespace | None] = {}
+    restorers: dict[bytes, tuple[bytes, Restorer] | None] = {}
+    """By the record of a namespace: its digest, and who puts its runs back; None for one that cannot be."""
     ends: dict[bytes, Node] = {}
     """The node that ends where a run begins, by the run's prefix; none where a prompt begins."""
     unwanted: list[Slots] = []
@@ -74,22 +76,23 @@ async def recover(
                 if progress is not None:
                     progress(counts.total(), num_pages)
                 await asyncio.sleep(0)
-            if run.namespace not in namespaces:
-                namespaces[run.namespace] = _readable(run.namespace, layout)
-            namespace, above = namespaces[run.namespace], ends.get(run.prefix)
+            record, prefix = run.namespace, run.prefix
+            if record not in restorers:
+                namespace = _readable(record, layout)
+                restorers[record] = None if namespace is None else (
+                    namespace.digest, tree.restorer(namespace, tier=tier.tier_id, now=began)
+                )  # fmt: skip
+            known, above = restorers[record], ends.get(prefix)
             what = "pages"
-            if namespace is None:
+            if known is None:
                 what = "foreign_pages"
-            elif run.prefix != namespace.digest if above is None else above.namespace != namespace.digest:
+            elif prefix != known[0] if above is None else above.namespace != known[0]:
                 what = "orphan_pages"
             elif is_full:
                 what = "refused_pages"
             else:
                 try:
-                    ends[run.chain] = tree.restore(
-                        namespace, above, run.tokens,
-                        tier=tier.tier_id, slots=run.slots, chain=run.chain, now=began,
-                    )  # fmt: skip
+                    ends[run.chain] = known[1].restore(above, run.tokens, slots=run.slots, chain=run.chain)
                 except NoRoom:
                     what, is_full = "refused_pages", True
                 except ValueError:  # also as BadRequest: tokens that are none, or that are there already

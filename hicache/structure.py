@@ -119,6 +119,7 @@ class Structure:
         self._now = float("-inf")
         self._num_nodes = 0
         self._num_pages = 0  # in the tree, each once, wherever its copies are
+        self._num_slots = 0  # those of all copies
         self._num_copies = 0  # pairs of a node and a tier in which it is not ABSENT, in the tree or in limbo
 
     def __del__(self) -> None:
@@ -154,8 +155,7 @@ class Structure:
             (self._num_nodes + len(self._limbo)) * (NODE_BYTES + budgeted * ORDER_BYTES)
             + self._num_copies * ORDER_BYTES
             + self._num_pages * self._page_bytes
-            # What is not ABSENT has a slot; all states of a tier together count 0 pages.
-            - sum([pages[Residency.ABSENT] for pages in self._pages]) * SLOT_BYTES
+            + self._num_slots * SLOT_BYTES
             + len(self._roots) * ROOT_BYTES
         )
 
@@ -281,13 +281,11 @@ class Structure:
     # -- linking ------------------------------------------------------------------------------------------------------
 
     def _attach(
-        self, parent: Node, raw: memoryview | bytes, position: int, index: int, slots: bytes, chain: bytes | None
+        self, parent: Node, key: bytes, rest: bytes, index: int, slots: bytes, chain: bytes | None
     ) -> Node:
-        """Hang a new leaf with the tokens `raw[position:]` below `parent`, resident in one tier. `chain`: the digest at
-        its end, where it is known."""
-        first = position + self._page_bytes
-        key = bytes(raw[position:first])
-        node = Node(parent._root, key, bytes(raw[first:]), 0, len(slots) // SLOT_BYTES)
+        """Hang a new leaf below `parent`, resident in one tier. `key`: the tokens of its first page; `rest`: those of
+        all others; `chain`: the digest at its end, where it is known."""
+        node = Node(parent._root, key, rest, 0, len(slots) // SLOT_BYTES)
         node._last_access = self._now
         node._parent = parent
         node._chain = chain
@@ -482,25 +480,32 @@ class Structure:
 
     # -- residency and slots ------------------------------------------------------------------------------------------
 
-    def _apply(self, node: Node, index: int, *events: Event) -> None:
-        """The one place where a residency changes: by the table, with the counts that follow from it. Several events
-        are one after the other, with nothing in between."""
-        before = state = state_of(node._states, index)
-        for event in events:
-            state = after(state, event)
+    def _apply(self, node: Node, index: int, event: Event, then: Event | None = None) -> None:
+        """The one place where a residency changes: by the table, with the counts that follow from it. Two events are
+        one after the other, with nothing in between."""
+        before = state_of(node._states, index)
+        state = after(before, event)
+        if then is not None:
+            state = after(state, then)
         node._states = with_state(node._states, index, state)
         pages = self._pages[index]
         pages[before] -= node._num_pages
         pages[state] += node._num_pages
         if not before:
             self._num_copies += 1
+            self._num_slots += node._num_pages
         elif not state:
             self._num_copies -= 1
+            self._num_slots -= node._num_pages
         was_in, is_in = before in IN_TIER, state in IN_TIER
         parent = node._parent
         if was_in != is_in and parent is not None:
-            if self._evictable.hears_residency >> index & 1:
-                self._evictable.moved(node, index, is_in)
+            residents = self._evictable.residents[index]
+            if residents is not None:
+                if is_in:
+                    residents.entered(node)
+                else:
+                    residents.left(node)
             shift = COUNT_BITS * index
             parent._in_tier += 1 << shift if is_in else -1 << shift
             # The first child in a tier, or none any more: the parent ceases or begins to be a leaf of it.

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NewType, Protocol, runtime_checkable
+from typing import Final, NamedTuple, NewType, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -320,8 +320,7 @@ class SupportsLayerRead(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredRun:
+class RecoveredRun(NamedTuple):
     """Pages that a tier still holds from before a restart: neighbours in one prompt, in order."""
 
     namespace: bytes

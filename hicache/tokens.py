@@ -52,6 +52,11 @@ def pack_slots(slots: npt.ArrayLike, num_pages: int) -> npt.NDArray[np.int32]:
     packed = _view("slots", slots)
     if len(packed) != num_pages:
         raise BadRequest("slots", f"{len(packed)} slots do not match {num_pages} pages")
+    if num_pages == 1:  # a cache of short runs comes back one by one
+        (slot,) = packed.tolist()
+        if slot < 0:
+            raise BadRequest("slots", f"{slot} is below 0")
+        return packed
     # Slots mostly come in ascending runs, which numpy sees quickly in long ones; only others are worth a set.
     if num_pages <= _FEW_SLOTS or not (packed[1:] > packed[:-1]).all():
         each = packed.tolist()

@@ -314,7 +314,9 @@ class HiRadixTree(Leasing, Moving, Leaving, Publishing, Reporting, Restoring):
             num_stored = self._add_copies(path, index, new_slots, first_page, duplicates)
         if matched < num_pages:
             known = max(0, matched - first_page) * SLOT_BYTES
-            node = self._attach(node, raw, position, index, new_slots[known:], chain)
+            first = position + self._page_bytes
+            key, rest = bytes(raw[position:first]), bytes(raw[first:])
+            node = self._attach(node, key, rest, index, new_slots[known:], chain)
             num_stored += node._num_pages
             if node._parent is not root:
                 self._merge_upwards(node)

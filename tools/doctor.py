@@ -277,19 +277,20 @@ async def _repair(report: DirectoryReport, progress: Progress) -> int:
     )
     num_freed = 0
     try:
-        rows, digests, _ = tier.unconnected()
+        rows, namespaces = tier.unconnected()
         count = max(1, MAX_READ_BYTES // tier.page_bytes)
         buffers = [memoryview(bytearray(tier.page_bytes)) for _ in range(min(count, rows.size))]
         for start in range(0, rows.size, count):
             progress("reading pages", start, rows.size)
             part = rows[start : start + count]
+            identities = [
+                PageIdentity(namespaces[int(row["namespace"])][0], row["prefix"].tobytes(), row["tokens"].tobytes())
+                for row in part
+            ]
             reads = [
-                PageRead(
-                    int(row["slot"]), int(row["generation"]),
-                    PageIdentity(digest.tobytes(), row["prefix"].tobytes(), row["tokens"].tobytes()), into,
-                )
-                for row, digest, into in zip(part, digests[start : start + count], buffers)
-            ]  # fmt: skip
+                PageRead(int(row["slot"]), int(row["generation"]), identity, into)
+                for row, identity, into in zip(part, identities, buffers)
+            ]
             outcomes = await tier.read(reads)
             if Outcome.ERROR in outcomes:
                 raise CommandFailed("the device fails while pages are read; what was freed until now stays freed")

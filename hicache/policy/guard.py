@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 from zlib import crc32
 
-from hicache.collector import untrack
 from hicache.errors import BadRequest
-from hicache.node import Box, Node
+from hicache.node import Node
 from hicache.policy.base import (
     EvictionPolicy,
     HearsCapacity,
@@ -87,8 +86,6 @@ class GuardedPolicy:
         self._inner_capacity = inner if isinstance(inner, HearsCapacity) else None
         self._inner_hints = inner if isinstance(inner, HearsHints) else None
         self._lru = LruPolicy()
-        self._listed: dict[Box, None] = {}
-        untrack(self._listed)
         self._ahead = 0.0  # pages
         self._squares = 0.0  # of the steps of `ahead`
         self._lru_found = 0.0  # pages
@@ -115,12 +112,10 @@ class GuardedPolicy:
     # -- what the guard is told, handed on ----------------------------------------------------------------------------
 
     def add(self, node: Node, now: float) -> None:
-        self._listed[node.box] = None
         self._lru.add(node, now)
         self._inner.add(node, now)
 
     def discard(self, node: Node) -> None:
-        del self._listed[node.box]
         self._lru.discard(node)
         self._inner.discard(node)
 
@@ -131,7 +126,7 @@ class GuardedPolicy:
     def split(self, upper: Node, lower: Node) -> None:
         for shadow in self._shadows:
             shadow.split(upper, lower)
-        if self._inner_shape is not None or lower.box in self._listed:
+        if self._inner_shape is not None or lower in self._lru:
             self._inner.split(upper, lower)
 
     def entered(self, node: Node) -> None:

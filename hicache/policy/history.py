@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 def prefix_of(node: Node) -> bytes:
     """Digest of the tokens from the root to the end of a live node; kept with the node, so a path is hashed once."""
+    if node._chain is not None:
+        return node._chain
     unknown: list[Node] = []
     step: Node | None = node
     while step is not None and step._chain is None:

@@ -25,17 +25,22 @@ class LruPolicy:
         untrack(self._recent)
         untrack(self._late_keys)
 
+    def __contains__(self, node: Node) -> bool:
+        """Whether a live node was added and not discarded."""
+        box = node.box
+        return box in self._recent or box in self._late_keys
+
     def add(self, node: Node, now: float) -> None:
-        used = node.last_access
+        box, used = node.box, node.last_access
         if used >= self._newest or not self._recent:
             self._newest = used
-            self._recent[node.box] = used
+            self._recent[box] = used
             return
         self._serial += 1
-        key = (used, self._serial, node.box)
+        key = (used, self._serial, box)
         untrack(key)
         self._late.add(key)
-        self._late_keys[node.box] = key
+        self._late_keys[box] = key
 
     def discard(self, node: Node) -> None:
         if self._recent.pop(node.box, None) is None:

@@ -177,7 +177,8 @@ class SharedPolicy:
             tenant.main.residency.left(node)
 
     def add(self, node: Node, now: float) -> None:
-        self._now = max(self._now, now)
+        if now > self._now:
+            self._now = now
         tenant, rank = self._tenant(node), rank_of(node)
         tenant.num_listed += 1
         if tenant.num_listed == 1:
@@ -299,22 +300,23 @@ class SharedPolicy:
     # -- keeping count ------------------------------------------------------------------------------------------------
 
     def _tenant(self, node: Node) -> _Tenant:
-        name = node.tenant
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            self._serial += 1
-            if self._num_own >= self._own_max:
-                self._forget_own()
-            is_own = self._num_own < self._own_max
-            self._num_own += is_own
-            main = _Kept(self._make() if is_own else LruPolicy())
-            tenant = _Tenant(name, self._serial, main, self._quotas.get(name), self._capacity, is_own)
-            self._tenants[name] = tenant
-            self._by_serial[self._serial] = tenant
-            self._empty[tenant] = None
-            if len(self._tenants) == 2:
-                self._moved.update(self._tenants.values())
-            self._forget_empty()
+        return self._tenants.get(node.tenant) or self._begin(node.tenant)
+
+    def _begin(self, name: str) -> _Tenant:
+        """A tenant of whom the tier has nothing yet."""
+        self._serial += 1
+        if self._num_own >= self._own_max:
+            self._forget_own()
+        is_own = self._num_own < self._own_max
+        self._num_own += is_own
+        main = _Kept(self._make() if is_own else LruPolicy())
+        tenant = _Tenant(name, self._serial, main, self._quotas.get(name), self._capacity, is_own)
+        self._tenants[name] = tenant
+        self._by_serial[self._serial] = tenant
+        self._empty[tenant] = None
+        if len(self._tenants) == 2:
+            self._moved.update(self._tenants.values())
+        self._forget_empty()
         return tenant
 
     def _forget_empty(self) -> None:

@@ -73,8 +73,7 @@ TIMES: Final[dict[str, tuple[str, Call]]] = {
     "renew now": ("now", lambda b, v: b.tree.renew(b.lease, 60.0, now=v)),
     "move_lease": ("now", lambda b, v: b.tree.move_lease(b.lease, b.node, v)),
     "expire": ("now", lambda b, v: b.tree.expire(v)),
-    "restore": ("now", lambda b, v: b.tree.restore(
-        b.namespace, None, sequence(7, 4), tier=HOST, slots=[90], chain=b"x" * 32, now=v)),
+    "restorer": ("now", lambda b, v: b.tree.restorer(b.namespace, tier=HOST, now=v)),
 }  # fmt: skip
 NAMES: Final[dict[str, tuple[str, Call]]] = {
     "lease": ("owner", lambda b, v: b.tree.lease(b.node, owner=v, deadline=None, now=1.0)),

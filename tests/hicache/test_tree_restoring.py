@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hicache.errors import BadRequest, NoRoom, NotResident
 from hicache.metadata import NODE_BYTES, ORDER_BYTES, ROOT_BYTES
+from hicache.namespace import Namespace
 from hicache.node import Node
-from hicache.tier import DEVICE, HOST, NVME, PageIdentity, chain_digest
+from hicache.tier import DEVICE, HOST, NVME, PageIdentity, TierId, chain_digest
 from hicache.tree import HiRadixTree
 from tests.hicache.trees import Tokens, World, digest, make_namespace, sequence
 
@@ -31,6 +32,13 @@ def pages(firsts: list[int]) -> Tokens:
     return np.array([id_ for first in firsts for id_ in (first, first)], np.int32)
 
 
+def restore(
+    tree: HiRadixTree, namespace: Namespace, parent: Node | None, tokens: Any, *, tier: TierId, now: float, **run: Any
+) -> Node:
+    """One run put back."""
+    return tree.restorer(namespace, tier=tier, now=now).restore(parent, tokens, **run)
+
+
 def restored(source: HiRadixTree, target: HiRadixTree, now: float) -> None:
     """Every node of `source`, restored into `target` as a run of its own."""
     nodes: dict[Node, Node] = {}
@@ -38,7 +46,8 @@ def restored(source: HiRadixTree, target: HiRadixTree, now: float) -> None:
         for info in batch:
             node, start = info.node, info.first_page * PAGE
             identities = source.identities(node)
-            nodes[node] = target.restore(
+            nodes[node] = restore(
+                target,
                 node.record,
                 nodes[node.parent] if node.parent is not None else None,
                 source.tokens_of(node)[start:],
@@ -107,7 +116,7 @@ def test_what_was_restored_first_leaves_first() -> None:
     world = World(PAGE)
     runs = [sequence(number, PAGE) for number in range(3)]
     nodes = [
-        world.tree.restore(world.namespace, None, run, tier=NVME, slots=[slot], chain=bytes(32), now=1.0)
+        restore(world.tree, world.namespace, None, run, tier=NVME, slots=[slot], chain=bytes(32), now=1.0)
         for slot, run in enumerate(runs)
     ]
     assert world.tree.victims(NVME, 3, 2.0) == nodes
@@ -120,11 +129,11 @@ def test_restoring_stops_at_the_metadata_budget() -> None:
     for slot in range(room):
         tokens = sequence(slot, PAGE)
         chain = chain_digest(NAMESPACE.digest, tokens.tobytes())
-        tree.restore(NAMESPACE, None, tokens, tier=NVME, slots=[slot], chain=chain, now=1.0)
+        restore(tree, NAMESPACE, None, tokens, tier=NVME, slots=[slot], chain=chain, now=1.0)
     before = digest(tree)
     for parent in (None, tree.match(NAMESPACE, sequence(0, PAGE)).nodes[-1]):
         with pytest.raises(NoRoom, match="metadata"):
-            tree.restore(NAMESPACE, parent, sequence(9, PAGE), tier=NVME, slots=[9], chain=bytes(32), now=2.0)
+            restore(tree, NAMESPACE, parent, sequence(9, PAGE), tier=NVME, slots=[9], chain=bytes(32), now=2.0)
     assert digest(tree) == before
     assert tree.metadata_bytes == tree.metadata_budget
     tree.check_integrity()
@@ -153,7 +162,7 @@ def test_restoring_stops_at_the_metadata_budget() -> None:
 )
 def test_bad_input_is_refused_and_changes_nothing(changes: dict[str, Any], field: str) -> None:
     tree = new_tree()
-    known = tree.restore(NAMESPACE, None, sequence(0, PAGE), tier=NVME, slots=[0], chain=bytes(32), now=1.0)
+    known = restore(tree, NAMESPACE, None, sequence(0, PAGE), tier=NVME, slots=[0], chain=bytes(32), now=1.0)
     arguments: dict[str, Any] = {
         "namespace": NAMESPACE, "parent": None, "tokens": sequence(1, PAGE), "tier": NVME, "slots": [1],
         "chain": bytes(32), "now": 2.0,
@@ -162,7 +171,7 @@ def test_bad_input_is_refused_and_changes_nothing(changes: dict[str, Any], field
         arguments["parent"] = known
     before = digest(tree)
     with pytest.raises(BadRequest, match=rf"^{field}"):
-        tree.restore(**arguments)
+        restore(tree, **arguments)
     assert digest(tree) == before
 
 
@@ -172,7 +181,7 @@ def test_packed_tokens_are_restored_as_their_ids_are() -> None:
     chain = NAMESPACE.digest
     for page in (tokens[:PAGE], tokens[PAGE:]):
         chain = chain_digest(chain, page.tobytes())
-    node = tree.restore(NAMESPACE, None, tokens.tobytes(), tier=NVME, slots=[0, 1], chain=chain, now=1.0)
+    node = restore(tree, NAMESPACE, None, tokens.tobytes(), tier=NVME, slots=[0, 1], chain=chain, now=1.0)
     assert tree.tokens_of(node).tolist() == tokens.tolist()
     assert tree.match(NAMESPACE, tokens).nodes == (node,)
     tree.check_integrity()
@@ -180,8 +189,8 @@ def test_packed_tokens_are_restored_as_their_ids_are() -> None:
 
 def test_nothing_is_restored_below_what_has_left() -> None:
     tree = new_tree()
-    known = tree.restore(NAMESPACE, None, sequence(0, PAGE), tier=NVME, slots=[0], chain=bytes(32), now=1.0)
+    known = restore(tree, NAMESPACE, None, sequence(0, PAGE), tier=NVME, slots=[0], chain=bytes(32), now=1.0)
     tree.flush()
     with pytest.raises(NotResident):
-        tree.restore(NAMESPACE, known, sequence(1, PAGE), tier=NVME, slots=[1], chain=bytes(32), now=2.0)
+        restore(tree, NAMESPACE, known, sequence(1, PAGE), tier=NVME, slots=[1], chain=bytes(32), now=2.0)
     tree.check_integrity()

@@ -346,9 +346,8 @@ def test_what_is_offered_is_a_forest_of_whole_paths(
         rows[place]["slot"] = number
         rows[place]["prefix"] = np.frombuffer(pages[number].prefix, np.uint8)
         rows[place]["tokens"] = np.frombuffer(pages[number].tokens, "<i4")
-    digests = np.tile(np.frombuffer(namespace, np.uint8), (len(there), 1))
     dropped: Counter[str] = Counter()
-    kept, runs = connect(rows, digests, {0: (namespace, RECORD)}, dropped)
+    kept, runs = connect(rows, {0: (namespace, RECORD)}, dropped)
 
     def is_whole(number: int) -> bool:
         if number not in there:

@@ -366,7 +366,7 @@ class _Inspection:
                 )  # fmt: skip
                 found = recovered.summary(self._clock.monotonic() - begun)
                 dropped = Counter(found.dropped)
-                kept, _ = connect(recovered.rows, recovered.digests, recovered.namespaces, dropped)
+                kept, _ = connect(recovered.rows, recovered.namespaces, dropped)
                 report.num_continuing = dropped.pop("orphan", 0)
                 report.recovery = replace(found, num_pages=int(kept.size), dropped=dict(+dropped))
                 report.sequence, report.write_budget_bytes = recovered.sequence, recovered.budget

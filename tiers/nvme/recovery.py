@@ -169,7 +169,7 @@ def recover(
     runs: list[RecoveredRun] = []
     if is_whole:
         kept, runs = connect(
-            rows, digests, namespaces, dropped,
+            rows, namespaces, dropped,
             lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
         )  # fmt: skip
         rows, digests = rows[kept], digests[kept]
@@ -339,7 +339,6 @@ def _digests(namespaces: Mapping[int, tuple[bytes, bytes]], rows: Rows) -> npt.N
 @paused()
 def connect(
     rows: Rows,
-    digests: npt.NDArray[np.uint8],
     namespaces: Mapping[int, tuple[bytes, bytes]],
     dropped: Counter[str],
     progress: Progress = lambda _done, _total: None,
@@ -347,7 +346,8 @@ def connect(
     """Which rows have a whole path to the root, and these as runs, parents before children."""
     prefixes = _cut(rows["prefix"].tobytes(), DIGEST_BYTES)
     tokens = _cut(np.ascontiguousarray(rows["tokens"]).tobytes(), rows.dtype["tokens"].itemsize)
-    roots = _cut(digests.tobytes(), DIGEST_BYTES)
+    numbers = rows["namespace"].tolist()
+    roots = [namespaces[number][0] for number in numbers]
     chains: list[bytes] = []
     for start in range(0, len(prefixes), 1 << 14):
         progress(start, len(prefixes))
@@ -357,12 +357,12 @@ def connect(
     # Of two equal pages the first is kept; its place stands for both.
     by_chain = dict(zip(reversed(chains), range(len(chains) - 1, -1, -1)))
     parents = list(map(by_chain.get, prefixes))
-    is_kept = [by_chain[chain] == place for place, chain in enumerate(chains)]
-    dropped["duplicate"] += len(chains) - sum(is_kept)
+    num_duplicates = len(chains) - len(by_chain)
+    dropped["duplicate"] += num_duplicates
     children: dict[int, list[int]] = {}
     heads = []
     for place, (prefix, root, parent) in enumerate(zip(prefixes, roots, parents)):
-        if not is_kept[place]:
+        if num_duplicates and by_chain[chains[place]] != place:
             continue
         if prefix == root:
             heads.append(place)
@@ -370,7 +370,7 @@ def connect(
             children.setdefault(parent, []).append(place)
 
     records = {number: record for number, (_, record) in namespaces.items()}
-    numbers, slots = rows["namespace"].tolist(), rows["slot"].astype(np.int32)
+    slots = rows["slot"].astype(np.int32)
     kept: list[int] = []
     runs: list[RecoveredRun] = []
     waiting = heads[::-1]

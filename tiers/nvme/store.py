@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache.clock import Clock, SystemClock
 from hicache.errors import BadRequest, NoRoom, TierUnavailable
@@ -130,9 +129,9 @@ class NvmeTier:
         self._health = health
         self._max_run = min(MAX_RUN_PAGES, max(1, MAX_RUN_BYTES // self._shape.slot_bytes))
         self._runs_recovered: list[RecoveredRun] = recovered.runs
-        self._unconnected = recovered.rows, recovered.digests, recovered.namespaces
+        self._unconnected = recovered.rows, recovered.namespaces
         if not recovered.is_unconnected:
-            self._unconnected = recovered.rows[:0], recovered.digests[:0], {}
+            self._unconnected = recovered.rows[:0], {}
         # What was freed last is given last: its record has to be durable before it is written (`commits`).
         self._pool = SlotPool.restored(
             tier_id, recovered.generations, recovered.rows["slot"].astype(np.int32), reuse_late=True
@@ -409,12 +408,11 @@ class NvmeTier:
         runs, self._runs_recovered = self._runs_recovered, []
         return runs
 
-    def unconnected(self) -> tuple[Rows, npt.NDArray[np.uint8], dict[int, tuple[bytes, bytes]]]:
+    def unconnected(self) -> tuple[Rows, dict[int, tuple[bytes, bytes]]]:
         """What a store that is not whole had durable when it was opened, for `recovery.connect`: pages (their slots are
-        handed out), the namespace digest of each, `[num_pages, 32]`, and digest and record of each namespace by
-        number. Once: later calls return nothing."""
+        handed out), and digest and record of each namespace by number. Once: later calls return nothing."""
         found = self._unconnected
-        self._unconnected = found[0][:0], found[1][:0], {}
+        self._unconnected = found[0][:0], {}
         return found
 
     # ---- slots

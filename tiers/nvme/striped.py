@@ -433,22 +433,21 @@ class StripedTier:
 
     def _link(self) -> Recovery:
         """Join what the stores recovered into whole paths; what belongs to none is freed."""
-        rows, digests = [], []
+        rows = []
         namespaces: dict[int, tuple[bytes, bytes]] = {}
         for store, start in zip(self._stores, self._starts.tolist(), strict=False):
-            its_rows, its_digests, its_namespaces = store.unconnected()
+            its_rows, its_namespaces = store.unconnected()
             its_rows = its_rows.copy()
             its_rows["slot"] += start
             shift = max(namespaces, default=-1) + 1
             its_rows["namespace"] += shift
             namespaces |= {number + shift: names for number, names in its_namespaces.items()}
             rows.append(its_rows)
-            digests.append(its_digests)
-        all_rows, all_digests = np.concatenate(rows), np.concatenate(digests)
+        all_rows = np.concatenate(rows)
         begun = self._clock.monotonic()
         dropped: Counter[str] = Counter()
         slots: npt.NDArray[np.int32] = all_rows["slot"].astype(np.int32)
-        kept, self._runs_recovered = connect(all_rows, all_digests, namespaces, dropped)
+        kept, self._runs_recovered = connect(all_rows, namespaces, dropped)
         self._mark(slots, True)
         self.free(np.delete(slots, kept))
         parts = [store.recovery for store in self._stores]
