@@ -5,7 +5,9 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +24,7 @@ from hicache.service.client import Client, Outcome, Prompt, connect, connect_asy
 from hicache.service.config import ServeConfig
 from hicache.service.errors import Forbidden, Unreachable, error_of
 from hicache.service.proto import hicache_pb2 as pb
-from hicache.service.server import data, pieces
+from hicache.service.server import data, edge, pieces
 from hicache.tier import HOST
 from tests.repository import ROOT
 from tests.service.serving import WAIT_S, ServerProcess, ThreadServer, arguments, settings, thread_server
@@ -167,6 +169,24 @@ def test_pages_longer_than_a_message_come_in_pieces(tmp_path: Path) -> None:
             assert reservation.commit().num_tokens == 3 * 64
         with client.acquire(Prompt(namespace, tokens)) as lease:
             assert lease.read() == b"".join(pages)
+
+
+def test_pieces_wait_until_those_before_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I21: a client's threads ask for more at once than a server has on its way to one session, as over a slow
+    connection; each gets all that it asked for."""
+    monkeypatch.setattr(edge, "COUNTED_BYTES", 1)
+    monkeypatch.setattr(edge, "MAX_UNREAD_BYTES", LAYOUT.page_bytes)
+    prompts = [range(1000 * number, 1000 * number + 4 * PAGE) for number in range(8)]
+    with (
+        thread_server(tmp_path, host_pages=256, **PLAIN) as server,
+        connect(server.directory) as near,
+        connect(url(server, "tcp"), token=TOKEN) as far,
+        ThreadPoolExecutor(len(prompts)) as threads,
+    ):
+        for tokens in prompts:
+            store(near, tokens)
+        for _ in range(5):
+            assert list(threads.map(partial(check, far), prompts)) == [4 * PAGE] * len(prompts)
 
 
 def test_the_awaited_client_means_the_same(tmp_path: Path, authority: Authority) -> None:
