@@ -23,15 +23,17 @@ def attend_cpu(
         return attend_torch(query, parts, key, value, asked)
     decoding = decode_cpu.Decoding(query, key.shape[1], asked.scale, asked.scoring.soft_cap)
     running = Running()
+    if len(key):
+        decoding.add_token(key, value)
     for part, shape in parts:
-        if part.page_scales is None and decode_cpu.takes(query, part.pages.dtype, part.pages.device):
+        if part.page_scales is None and part.pages.dtype == query.dtype and part.pages.device == query.device:
             for first, last in seen_tokens(part, asked):
                 decoding.add(part.pages, part.block_table, first, last)
         else:
             # A part that the loops do not take is torch's; its state is merged in the end.
             running.add(*attend_torch(query.float(), [(part, shape)], key[:0].float(), value[:0].float(), asked))
-    if len(key):
-        decoding.add_token(key, value)
+        if not part.stays:
+            decoding.run()
     state = decoding.result()
     if state is not None:
         running.add(*state)

@@ -5,11 +5,13 @@ first time, a fraction of one in later processes. `prepare` does that; until it 
 or a type that the loops do not take, the torch path does the work (`attend_torch.py`). So nobody waits for a compiler
 who has not asked for it.
 
-A part is cut into a few runs of tokens for each of torch's threads, which take one after the other, in whatever order:
-a thread that is held up leaves more of them to the others. Each run goes on with a state of its own from part to part,
-and the states are merged in order of the runs: the same bits every time, for the same number of threads.
+Parts that are there at the same time are one piece of work, cut into a few runs of tokens for each of torch's threads,
+which take one after the other, in whatever order: a thread that is held up leaves more of them to the others. Each run
+goes on with a state of its own from work to work, and the states are merged in order of the runs: the same bits every
+time, for the same number of threads.
 """
 
+import ctypes
 import logging
 import threading
 from typing import Any, Final
@@ -17,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hicache.kernels.decode_job import Job
+from hicache.kernels.decode_job import Job, Segment
 from hicache.kernels.launch import LOG2_E, ceil_div
 from hicache.kernels.state import AttentionState
 from hicache.kernels.threads import in_threads
@@ -42,6 +44,8 @@ _APART_BYTES: Final = 1 << 16
 """Between what threads write to, so that none loads what another one writes: what is asked for ahead reaches so far."""
 _RUNS_A_THREAD: Final = 4
 """More of them share out better what there is to do, and have more states to be merged."""
+_MOST_SEGMENTS: Final = 16
+"""That are worked on together."""
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
@@ -106,6 +110,8 @@ class _Room(threading.local):
         self._shape = (0, 0, 0, 0)
         self._room = torch.empty(0)
         self._job = Job()
+        self.segments: Final = (Segment * _MOST_SEGMENTS)()
+        self._job.segments_at = ctypes.addressof(self.segments)
 
     def job(self, num_kv_heads: int, group: int, head_dim: int, num_runs: int) -> Job:
         """A job of that shape, whose other fields hold anything. Of this thread alone, until it asks for the next."""
@@ -130,65 +136,91 @@ _room: Final = _Room()
 
 
 class Decoding:
-    """The state of one query token over all that it was given so far. For one thread, which has one at a time."""
+    """The state of one query token over all that it was given so far. For one thread, which has one at a time.
+
+    What is added is attended to by `run`, and in any case by `result`; until then pages and tables stay as they are.
+    """
 
     def __init__(self, query: torch.Tensor, num_kv_heads: int, scale: float, soft_cap: float | None) -> None:
-        """query [1, HQ, D], D contiguous; soft_cap as in `Scoring`."""
+        """query [1, HQ, D], D contiguous, in the type of all pages, about which `takes` was asked; soft_cap as in
+        `Scoring`."""
         _, self._num_heads, self._head_dim = query.shape
         self._query: Final = query.float()
-        self._used_runs = 0
-        group = self._num_heads // num_kv_heads
+        self._dtype: Final = query.dtype
+        self._tensors: list[torch.Tensor] = []
+        """Of the segments, which only name addresses."""
         self._num_threads: Final = torch.get_num_threads()
         num_runs = self._num_threads * _RUNS_A_THREAD if self._num_threads > 1 else 1
-        job = self._job = _room.job(num_kv_heads, group, self._head_dim, num_runs)
+        job = self._job = _room.job(num_kv_heads, self._num_heads // num_kv_heads, self._head_dim, num_runs)
+        job.begun_runs = job.num_segments = job.num_tokens = 0
         job.query_at, job.query_stride = self._query.data_ptr(), 4 * self._query.stride(1)
         job.scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
         job.cap = 0.0 if soft_cap is None else soft_cap * LOG2_E
+        (far_bytes, nearer_bytes), head_bytes = _AHEAD_BYTES[query.dtype.itemsize], self._head_bytes
+        job.far = ceil_div(far_bytes, head_bytes)
+        job.again = min(ceil_div(nearer_bytes, head_bytes * _AT_ONCE[query.dtype.itemsize]), (_LATELY - 1) // 3)
         in_threads(_begin_and_end[0].address, job, 1)
 
+    @property
+    def _head_bytes(self) -> int:
+        return self._head_dim * self._dtype.itemsize
+
     def add(self, pages: torch.Tensor, block_table: torch.Tensor, first: int, last: int) -> None:
-        """Attend to tokens `first` to `last`, at least one, of pages [num_slots, 2, page_size, H, D], any stride but in
-        D, that `takes` was asked about; block_table int32, of slots that are there."""
+        """Have tokens `first` to `last`, at least one, attended to of pages [num_slots, 2, page_size, H, D], any stride
+        but in D, in the type of the query; block_table int32, of slots that are there."""
         slot, plane, token, head, _ = pages.stride()
         element, table = pages.element_size(), block_table.cpu().contiguous()
-        job = self._job
-        job.pages_at, job.page_size, job.table_at = pages.data_ptr(), pages.shape[2], table.data_ptr()
-        job.slot_stride, job.plane_stride = element * slot, element * plane
-        job.token_stride, job.head_stride = element * token, element * head
-        self._run(pages.dtype, first, last)
+        segment = self._segment(first, last)
+        self._tensors.extend((pages, table))
+        segment.table_at, segment.pages_at, segment.page_size = table.data_ptr(), pages.data_ptr(), pages.shape[2]
+        segment.slot_stride, segment.plane_stride = element * slot, element * plane
+        segment.token_stride, segment.head_stride = element * token, element * head
+        token_bytes = self._job.num_heads * self._head_bytes
+        segment.early = _EARLY_BYTES // token_bytes if 1 << 12 <= token_bytes <= segment.token_stride else 0
 
     def add_token(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Attend to one token, key and value [1, H, D], any stride but in D, of a type that `takes` was asked about."""
+        """Have one token attended to, key and value [1, H, D], any stride but in D, in the type of the query."""
         if key.stride() != value.stride():
             key, value = key.contiguous(), value.contiguous()
-        job = self._job
-        job.pages_at, job.page_size, job.table_at = key.data_ptr(), 1, _FIRST_SLOT.data_ptr()
-        job.slot_stride, job.plane_stride, job.token_stride = 0, value.data_ptr() - key.data_ptr(), 0
-        job.head_stride = key.element_size() * key.stride(1)
-        self._run(key.dtype, 0, 1)
+        segment = self._segment(0, 1)
+        self._tensors.extend((key, value))
+        segment.table_at = _FIRST_SLOT.data_ptr()
+        segment.pages_at, segment.page_size = key.data_ptr(), 1
+        segment.slot_stride, segment.plane_stride, segment.token_stride = 0, value.data_ptr() - key.data_ptr(), 0
+        segment.head_stride, segment.early = key.element_size() * key.stride(1), 0
 
-    def _run(self, dtype: torch.dtype, first: int, last: int) -> None:
-        """Attend to tokens of the pages and the table that the job names."""
-        job, head_bytes = self._job, self._head_dim * dtype.itemsize
-        token_bytes = job.num_heads * head_bytes
-        alone = (last - first) * 2 * token_bytes < self._num_threads * _ALONE_BYTES
+    def _segment(self, first: int, last: int) -> Segment:
+        """One more, of those tokens, whose other fields hold anything."""
+        job = self._job
+        if job.num_segments == _MOST_SEGMENTS:
+            self.run()
+        segment: Segment = _room.segments[job.num_segments]
+        segment.first, segment.last = first, last
+        job.num_segments += 1
+        job.num_tokens += last - first
+        return segment
+
+    def run(self) -> None:
+        """Attend to all that was added since, by this thread and others of torch's. Returns when it is done."""
+        job = self._job
+        if not job.num_tokens:
+            return
+        alone = job.num_tokens * 2 * job.num_heads * self._head_bytes < self._num_threads * _ALONE_BYTES
         job.next_run, job.num_runs = 0, 1 if alone else job.most_runs
-        job.first, job.last = first, last
-        far_bytes, nearer_bytes = _AHEAD_BYTES[dtype.itemsize]
-        job.far = ceil_div(far_bytes, head_bytes)
-        job.again = min(ceil_div(nearer_bytes, head_bytes * _AT_ONCE[dtype.itemsize]), (_LATELY - 1) // 3)
-        job.early = _EARLY_BYTES // token_bytes if 1 << 12 <= token_bytes <= job.token_stride else 0
-        in_threads(_ready[dtype].address, job, 1 if alone else self._num_threads)
-        self._used_runs = max(self._used_runs, job.num_runs)
+        in_threads(_ready[self._dtype].address, job, 1 if alone else self._num_threads)
+        job.begun_runs = max(job.begun_runs, job.num_runs)
+        job.num_segments = job.num_tokens = 0
+        self._tensors.clear()
 
     def result(self) -> AttentionState | None:
         """Output [1, HQ, D] and LSE [1, HQ], float32; None over no token."""
-        if not self._used_runs:
+        self.run()
+        job = self._job
+        if not job.begun_runs:
             return None
         output = torch.empty(1, self._num_heads, self._head_dim)
         lse = torch.empty(1, self._num_heads)
-        job = self._job
-        job.num_runs = self._used_runs
+        job.num_runs = job.begun_runs
         job.output_at, job.lse_at = output.data_ptr(), lse.data_ptr()
         in_threads(_begin_and_end[1].address, job, 1)
         return AttentionState(output, lse)

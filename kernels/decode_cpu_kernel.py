@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
 
-from hicache.kernels.decode_job import Job
+from hicache.kernels.decode_job import Job, Segment
 
 LANES: Final = 16
 """Elements that are computed together; heads are a multiple of it."""
@@ -420,6 +420,17 @@ def _pointer(context: Any, address: Any, number: Any) -> tuple[Any, Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def _segments(context: Any, address: Any) -> tuple[Any, Any]:
+    """The address as that of segments."""
+    kind = types.CPointer(from_dtype(np.dtype(Segment)))
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+        return builder.inttoptr(arguments[0], target.get_value_type(kind))
+
+    return kind(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
 def _at_once(context: Any, stored: Any) -> tuple[Any, Any]:
     """`_AT_ONCE` of what stands for a stored type."""
 
@@ -444,50 +455,50 @@ def _state_at(job: Any, run: Any) -> Any:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
-def _locate(job: Any, table: Any, token: Any, last: Any, addresses: Any) -> None:
+def _locate(segment: Any, table: Any, token: Any, last: Any, addresses: Any) -> None:
     """Write the addresses of the keys of tokens from `token` on; where there are no more before `last`, that of its
     last one."""
     token = min(token, last - 1)
-    page, offset = token // job.page_size, token % job.page_size
+    page, offset = token // segment.page_size, token % segment.page_size
     for i in range(len(addresses)):
-        addresses[i] = job.pages_at + np.int64(table[page]) * job.slot_stride + offset * job.token_stride
+        addresses[i] = segment.pages_at + np.int64(table[page]) * segment.slot_stride + offset * segment.token_stride
         if token < last - 1:
             token += 1
             offset += 1
-            if offset == job.page_size:
+            if offset == segment.page_size:
                 page, offset = page + 1, 0
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
-def _ahead_of(job: Any, at_once: Any, distance: Any) -> Any:
+def _ahead_of(segment: Any, num_heads: Any, at_once: Any, distance: Any) -> Any:
     """Where `distance` heads of a token lie ahead of the first head of some tokens: tokens from there, and bytes."""
-    if job.head_stride > job.token_stride:
+    if segment.head_stride > segment.token_stride:
         steps = distance // at_once
-        return min(steps // job.num_heads * at_once, _LEAD - 2 * at_once), steps % job.num_heads * job.head_stride
-    return min(distance // job.num_heads, _LEAD - 2 * at_once), distance % job.num_heads * job.head_stride
+        return min(steps // num_heads * at_once, _LEAD - 2 * at_once), steps % num_heads * segment.head_stride
+    return min(distance // num_heads, _LEAD - 2 * at_once), distance % num_heads * segment.head_stride
 
 
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
 def _pass(
-    stored: Any, job: Any, is_first: Any, num_tokens: Any, table_at: Any, rows_at: Any, pairs_at: Any, scores_at: Any,
-    lately: Any, num_asked: Any,
+    stored: Any, job: Any, segment: Any, is_first: Any, num_tokens: Any, table_at: Any, rows_at: Any, pairs_at: Any,
+    scores_at: Any, lately: Any, num_asked: Any,
 ) -> Any:
     """The first pass over tokens whose addresses are at `table_at`, with the query's rows, or the last, to those of the
     total. `lately`: what was asked for, at `num_asked` counted on from pass to pass, which is returned."""
-    num_vectors, blocks_a_head, head_stride = job.num_vectors, job.blocks_a_head, job.head_stride
+    num_vectors, blocks_a_head, head_stride = job.num_vectors, job.blocks_a_head, segment.head_stride
     at_once = _at_once(stored)
     block_bytes, scores_bytes = _NUM_ROWS * _BYTES * num_vectors, job.tokens_at_once // 4 * _BYTES
     token_bytes = job.num_heads * head_stride
-    far_tokens, far_bytes = _ahead_of(job, at_once, job.far)
+    far_tokens, far_bytes = _ahead_of(segment, job.num_heads, at_once, job.far)
     again, kept = job.again, _LATELY - 1
     # What is asked for follows the order of memory: heads of one token, or tokens of one head.
-    step, following = (head_stride, 8 * at_once) if head_stride > job.token_stride else (at_once * head_stride, 8)
+    step, following = (head_stride, 8 * at_once) if head_stride > segment.token_stride else (at_once * head_stride, 8)
     for first in range(0, num_tokens, at_once):
         tokens_at = table_at + 8 * first
-        if job.early > 0:
+        if segment.early > 0:
             # So that the processor knows by then where in memory the addresses are: looking it up takes long.
             for offset in range(0, token_bytes, _SMALL_PAGE):
-                _ask(stored, tokens_at + 8 * min(job.early, _LEAD - 2 * at_once), offset)
+                _ask(stored, tokens_at + 8 * min(segment.early, _LEAD - 2 * at_once), offset)
         far_at, far = tokens_at + 8 * far_tokens, far_bytes
         has_four = first % 4 + at_once == 4 or first + at_once == num_tokens
         for head in range(job.num_heads):
@@ -517,8 +528,8 @@ def _pass(
 
 
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
-def _attend(stored: Any, job: Any, run: Any) -> None:
-    """Take the tokens of one run into its state."""
+def _attend(stored: Any, job: Any, segment: Any, run: Any, start: Any, last: Any) -> None:
+    """Take tokens `start` to `last` of a segment into the state of a run."""
     num_heads, blocks_a_head, num_vectors = job.num_heads, job.blocks_a_head, job.num_vectors
     num_blocks, most, at_once = num_heads * blocks_a_head, job.tokens_at_once, _at_once(stored)
     query_at, total_at, tops_at, sums_at = _state_at(job, run)
@@ -531,21 +542,21 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
     scores = carray(_pointer(scores_at, _F(0)), (num_blocks, most // 4, 16))
     keys = carray(_pointer(keys_at, np.int64(0)), most + _LEAD)
     values = carray(_pointer(values_at, np.int64(0)), most + _LEAD)
-    table = carray(_pointer(job.table_at, np.int32(0)), 1 + (job.last - 1) // job.page_size)
-    start = job.first + (job.last - job.first) * run // job.num_runs
-    last = job.first + (job.last - job.first) * (run + 1) // job.num_runs
+    table = carray(_pointer(segment.table_at, np.int32(0)), 1 + (segment.last - 1) // segment.page_size)
     while start < last:
         count = min(most, last - start)
         fours = (count + 3) // 4
         whole = (count + at_once - 1) // at_once * at_once
         # Behind the block's own tokens is what follows, only to be asked for: values after keys, then the next keys.
-        _locate(job, table, start, last, keys[:whole])
+        _locate(segment, table, start, last, keys[:whole])
         for i in range(whole):
-            values[i] = keys[i] + job.plane_stride
+            values[i] = keys[i] + segment.plane_stride
         for i in range(_LEAD):
             keys[whole + i] = values[min(i, whole - 1)]
-        _locate(job, table, start + count, last, values[whole : whole + _LEAD])
-        num_asked = _pass(stored, job, True, whole, keys_at, query_at, pairs_at, scores_at, lately, num_asked)
+        _locate(segment, table, start + count, last, values[whole : whole + _LEAD])
+        num_asked = _pass(
+            stored, job, segment, True, whole, keys_at, query_at, pairs_at, scores_at, lately, num_asked
+        )  # fmt: skip
         if job.cap > _F(0.0):
             for block in range(num_blocks):
                 for four in range(fours):
@@ -559,12 +570,41 @@ def _attend(stored: Any, job: Any, run: Any) -> None:
                 scores_at + four_rows * most, fours, tops_at + four_rows, sums_at + four_rows,
                 total_at + block * _NUM_ROWS * num_vectors * _BYTES, num_vectors,
             )  # fmt: skip
-        num_asked = _pass(stored, job, False, whole, values_at, total_at, pairs_at, scores_at, lately, num_asked)
+        num_asked = _pass(
+            stored, job, segment, False, whole, values_at, total_at, pairs_at, scores_at, lately, num_asked
+        )  # fmt: skip
         start += count
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _begin_state(job: Any, run: Any) -> None:
+    """Let a run have seen nothing so far."""
+    num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
+    _, total_at, tops_at, sums_at = _state_at(job, run)
+    total = carray(_pointer(total_at, _F(0)), num_blocks * num_vectors * _NUM_ROWS * LANES)
+    tops = carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)
+    sums = carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)
+    total[:], tops[:], sums[:] = _F(0.0), _MINUS_INFINITY, _F(0.0)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _work(stored: Any, job: Any, run: Any) -> None:
+    """Take the tokens of one run, of one or more segments, into its state."""
+    if run >= job.begun_runs:
+        _begin_state(job, run)
+    begin, end = job.num_tokens * run // job.num_runs, job.num_tokens * (run + 1) // job.num_runs
+    segments, before = carray(_segments(job.segments_at), job.num_segments), np.int64(0)
+    for i in range(job.num_segments):
+        segment = segments[i]
+        count = segment.last - segment.first
+        start, last = max(begin - before, 0), min(end - before, count)
+        if start < last:
+            _attend(stored, job, segment, run, segment.first + start, segment.first + last)
+        before += count
+
+
 def _begin(jobs: Any) -> None:
-    """Take over the query, and begin the states of all runs."""
+    """Take over the query."""
     job = carray(jobs, 1)[0]
     num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
     query_at, _, _, _ = _state_at(job, 0)
@@ -578,12 +618,6 @@ def _begin(jobs: Any) -> None:
             for vector in range(num_vectors):
                 for i in range(LANES):
                     rows[block, vector, row % _NUM_ROWS, i] = source[vector, i] * job.scale
-    for run in range(job.most_runs):
-        _, total_at, tops_at, sums_at = _state_at(job, run)
-        total = carray(_pointer(total_at, _F(0)), num_blocks * num_vectors * _NUM_ROWS * LANES)
-        tops = carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)
-        sums = carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)
-        total[:], tops[:], sums[:] = _F(0.0), _MINUS_INFINITY, _F(0.0)
 
 
 def _end(jobs: Any) -> None:
@@ -628,7 +662,7 @@ def compiled(number: Any) -> Any:
         job = carray(jobs, 1)[0]
         run = _counted(jobs)
         while run < job.num_runs:
-            _attend(number, job, run)
+            _work(number, job, run)
             run = _counted(jobs)
 
     return _function(attend)

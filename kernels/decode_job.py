@@ -3,8 +3,28 @@
 import ctypes
 
 
+class Segment(ctypes.Structure):
+    """Pages, and tokens of a table of theirs, `first` to `last`, at least one; `at` and strides as in `Job`."""
+
+    _fields_ = (
+        ("pages_at", ctypes.c_int64),
+        ("slot_stride", ctypes.c_int64),
+        ("plane_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        # int32, of slots that are there.
+        ("table_at", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+        # How many tokens ahead of those that data is asked for a line of every 4 KiB is: 0 for none.
+        ("early", ctypes.c_int64),
+    )
+
+
 class Job(ctypes.Structure):
-    """A query, and tokens of a table for it to attend to, in runs, each with a state of its own; as the loops read it.
+    """A query, and segments of tokens for it to attend to, one behind the other and then cut into runs, each with a
+    state of its own; as the loops read it.
 
     `at` is the address of an array, and strides are in bytes. H key/value heads have R blocks of four rows each, query
     heads that are computed with together, of which the last may be there to fill up the group.
@@ -23,23 +43,16 @@ class Job(ctypes.Structure):
         ("next_run", ctypes.c_int64),  # which nobody has begun yet; first, because it is counted up at this address
         ("num_runs", ctypes.c_int64),
         ("most_runs", ctypes.c_int64),
-        # Pages, and a table int32 of slots that are there.
-        ("pages_at", ctypes.c_int64),
-        ("slot_stride", ctypes.c_int64),
-        ("plane_stride", ctypes.c_int64),
-        ("token_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("page_size", ctypes.c_int64),
-        ("table_at", ctypes.c_int64),
-        # Tokens of the table.
-        ("first", ctypes.c_int64),
-        ("last", ctypes.c_int64),
+        # Those that have a state already.
+        ("begun_runs", ctypes.c_int64),
+        # `Segment`s, and how many tokens they have.
+        ("segments_at", ctypes.c_int64),
+        ("num_segments", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
         # How far ahead data is asked for, in heads of a token, and how many heads' requests later again, three times:
         # a request is for the tokens that are computed with together.
         ("far", ctypes.c_int64),
         ("again", ctypes.c_int64),
-        # And how many tokens ahead, before that, a line of every 4 KiB is: 0 for none.
-        ("early", ctypes.c_int64),
         # H, R, D / 16, N, and query heads of a key/value head.
         ("num_heads", ctypes.c_int64),
         ("blocks_a_head", ctypes.c_int64),

@@ -27,6 +27,9 @@ class PagedPart:
     """float32 [num_slots, 2, kv_heads], beside the pages, any stride, at least 0: multiply what is stored."""
     first_position: int | None = None
     """Index of the part's first token in the sequence. Only a window asks for it, and takes the others to follow."""
+    stays: bool = False
+    """Whether the part stays valid until there are no more, and nothing is waited for when the next one is asked for:
+    such parts may be attended to together."""
 
     def cut(self, begin: int, end: int) -> "PagedPart":
         """The part of pages `begin` to `end`, whose table names no other pages than those that hold tokens."""
@@ -39,6 +42,7 @@ class PagedPart:
             min(self.num_tokens, end * page_size) - begin * page_size,
             self.page_scales,
             None if self.first_position is None else self.first_position + begin * page_size,
+            self.stays,
         )
 
 
@@ -48,8 +52,8 @@ class PartSource(Protocol):
     def parts(self, layer: int) -> Iterator[PagedPart]:
         """The context's parts in one layer, in any order, each token once. Called from the thread that attends.
 
-        A part is valid until the next one is asked for, or the iterator is closed; asking may wait for a transfer, but
-        must not itself call `attend`, which is in the middle of using its thread's buffer.
+        A part is valid until the next one is asked for, or longer if it `stays`, or the iterator is closed; asking may
+        wait for a transfer, but must not itself call `attend`, which is in the middle of using its thread's buffer.
         """
         ...
 

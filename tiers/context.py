@@ -171,12 +171,14 @@ class ContextParts:
         """The parts, each with which of the context's pages it has."""
         if self._streamed:
             self._begin(layer, 0)
+        is_all = not self._arriving and not self._streamed
         if self._device_tokens:
-            yield PagedPart(self._device.layer(layer), self._device_table, self._device_tokens), self._device_pages
+            stays, pages = is_all or len(self._host_table) > 0, self._device.layer(layer)
+            yield PagedPart(pages, self._device_table, self._device_tokens, stays=stays), self._device_pages
         if len(self._host_table):
             num_tokens = len(self._host_table) * self._layout.page_size
             pages = self._host.layer_view(self._layout, layer)
-            yield PagedPart(pages, self._host_table, num_tokens), self._host_pages
+            yield PagedPart(pages, self._host_table, num_tokens, stays=is_all), self._host_pages
         yield from self._arriving_parts(layer)
         first = 0
         while first < len(self._streamed):

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -56,6 +58,29 @@ def test_torch_has_threads_to_be_had_and_without_them_the_bits_are_the_same(monk
     alone = run(context, query)
     assert torch.equal(alone.output, together.output)
     assert torch.equal(alone.lse, together.lse)
+
+
+def test_parts_that_stay_and_parts_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many parts, of which those that do not stay are gone as soon as the next is asked for."""
+    monkeypatch.setattr(decode_cpu, "_ALONE_BYTES", 20 * 2 * 2 * 64 * 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    random = Random(2)
+    whole = [scatter_context(random, 9, num_kv_heads=2, head_dim=64, dtype=torch.float32).parts for _ in range(60)]
+    parts = [part for some in whole for part in some]
+    query = tensor(random, 1, 4, 64, dtype=torch.float32)
+    key, value = tensor(random, 2, 1, 2, 64, dtype=torch.float32)
+    expected = attend(query, parts, key=key, value=value, scale=0.125, path=launching.Path.TORCH)
+
+    def leaving(share: float) -> Iterator[PagedPart]:
+        for part in parts:
+            pages, stays = part.pages.clone(), random.random() < share
+            yield replace(part, pages=pages, stays=stays)
+            if not stays:
+                pages.fill_(torch.nan)
+
+    for share in (0.0, 0.5, 0.95, 1.0):
+        state = attend(query, leaving(share), key=key, value=value, scale=0.125)
+        torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_several_threads_attend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
