@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.machine, pytest.mark.timeout(600)
 
 HOST_PAGES = 64
 LOAD_S = 1.0
-SLACK_S = 1.5
-"""By so much a request may take longer than computing it and waiting once: what shares the machine is slow, too."""
+SLACK_S = 1.0
+"""By so much a request may wait longer than that: threads that share a machine come late. What computing takes there
+does not count."""
 
 
 @pytest.mark.parametrize(
@@ -51,17 +52,18 @@ def test_a_disk_that_hangs_costs_each_request_one_load_deadline_at_most(
                 assert main(["evict", *pages, "--socket-dir", str(server.directory)]) == 0
                 assert running.ask(hot).tokens == right["hot"].tokens
                 with hung(disk, server.process.pid):
+                    waited_s = {}
                     for name, prompts in (("cold", cold), ("hot", hot), ("new", new)):
                         together = running.ask(prompts, together=True)
                         assert together.tokens == right[name].tokens
-                        assert together.seconds[0] < LOAD_S + sum(right[name].seconds) + SLACK_S
+                        waited_s[name] = together.waited_s[0]
+                        assert waited_s[name] < LOAD_S + SLACK_S
+                    assert waited_s["cold"] > LOAD_S / 2, "they are on the disk, and it did not answer"
                     apart = running.ask([*cold, *new])
                     assert apart.tokens == right["cold"].tokens + right["new"].tokens
-                    alone = right["cold"].seconds + right["new"].seconds
-                    for seconds, computing in zip(apart.seconds, alone, strict=True):
-                        assert seconds < LOAD_S + computing + SLACK_S
+                    assert max(apart.waited_s) < LOAD_S + SLACK_S
                 # It answers again, and what was on it is found.
-                until(lambda: running.ask(cold[:1]).cached == [cacheable(cold[0])], within_s=20.0)
+                until(lambda: running.ask(cold[:1]).cached == [cacheable(cold[0])], within_s=60.0)
                 assert running.ask([*cold, *hot, *new]).tokens == [
                     each for name in ("cold", "hot", "new") for each in right[name].tokens
                 ]

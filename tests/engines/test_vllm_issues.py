@@ -204,7 +204,7 @@ def test_49829_a_load_that_never_ends_is_not_waited_for(model: Path, alone: Engi
             assert gate.num_waiting > 0
             assert waited.tokens == right.tokens
             # All of them, not one after the other.
-            assert waited.seconds[0] < 1.0 + sum(right.seconds) + 1.0
+            assert waited.waited_s[0] < 1.0 + 1.0
             # What needs no disk goes on.
             assert running.ask(new).tokens == right_new.tokens
             gate.is_open.set()
