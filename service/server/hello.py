@@ -18,13 +18,15 @@ from hicache.service.errors import Forbidden, ServerFailure, to_wire
 from hicache.service.proto import hicache_pb2 as pb
 from hicache.service.server.accepting import Acceptor
 from hicache.service.server.session import Session
+from hicache.service.server.shares import Peers, Pool
 from hicache.service.server.welcoming import Welcoming
 from hicache.tiers.host import HostTier
 
 HELLO_S: Final = 5.0
 """How long a hello may take."""
 MAX_HELLOS: Final = 64
-"""Hellos under way at a time; who comes above that is hung up on."""
+"""Hellos under way at a time; who comes above that is hung up on. Users have each a part of them, as no tenant is known
+before a hello has come."""
 BACKLOG: Final = 128
 _SO_PEERPIDFD: Final = 77  # has no name in `socket` yet; Linux 6.5
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -51,6 +53,8 @@ class HelloServer:
             listening.close()
             raise
         self._acceptor: Final = Acceptor(listening, MAX_HELLOS, "hello")
+        self._users: Final = Peers(has_group=has_group)
+        self._under_way: Final = Pool(self._users, MAX_HELLOS)
 
     def close(self) -> None:
         """Let nobody in any more; `run` is cancelled by its owner."""
@@ -61,11 +65,25 @@ class HelloServer:
         await self._acceptor.run(self._handle)
 
     async def _handle(self, connection: socket.socket) -> None:
+        try:
+            pid, uid = _peer(connection)
+        except OSError:
+            return
+        user = self._users.of("", uid)
+        if not self._under_way.fits(user):
+            return
+        self._under_way.note(user, 1)
+        try:
+            await self._welcome(connection, pid, uid)
+        finally:
+            self._under_way.note(user, -1)
+
+    async def _welcome(self, connection: socket.socket, pid: int, uid: int) -> None:
         session: Session | None = None
         try:
             async with asyncio.timeout(HELLO_S):
                 try:
-                    session, answer, fds = await self._answer(connection)
+                    session, answer, fds = await self._answer(connection, pid, uid)
                 except HicacheError as error:
                     answer, fds = _refusal(error), []
                 except (OSError, MemoryError) as error:
@@ -77,10 +95,8 @@ class HelloServer:
             if session is not None:
                 self._welcoming.sessions.end(session, "its hello failed")
 
-    async def _answer(self, connection: socket.socket) -> tuple[Session, bytes, list[int]]:
+    async def _answer(self, connection: socket.socket, pid: int, uid: int) -> tuple[Session, bytes, list[int]]:
         """Begin a session for whoever is at the other end. Raises what is told to them."""
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
         hello = wire.parse(pb.Hello, await _read_frame(connection))
         if uid not in (os.geteuid(), 0) and not self._has_group:
             raise Forbidden("this user may not use this server")
@@ -90,6 +106,13 @@ class HelloServer:
         staging = session.staging
         fds = [self._host.fd, self._generations_fd, *([staging.fd] if staging is not None else [])]
         return session, wire.frame(pb.HelloReply(welcome=welcome)), fds
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end, and its user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return pid, uid
 
 
 async def _read_frame(connection: socket.socket) -> bytes:

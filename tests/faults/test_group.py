@@ -70,6 +70,19 @@ for client in clients:
 """Begins sessions until one is refused, and holds them until its standard input ends."""
 
 
+SILENT: Final = """
+import socket, sys
+connections = []
+for _ in range(80):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(sys.argv[1] + "/hello.sock")
+    connections.append(connection)
+print("connected", len(connections), flush=True)
+sys.stdin.read()
+"""
+"""Connects over and over, says nothing, and waits for the end of its standard input."""
+
+
 def _python(user: int, group: int, script: str, *arguments: object) -> list[str]:
     """A command that runs a script as a user."""
     rights = [f"--reuid={user}", f"--regid={group}", "--clear-groups", "--inh-caps=-all"]
@@ -106,17 +119,15 @@ def test_the_group_has_its_engines_and_nobody_else_does() -> None:
 
 
 @contextmanager
-def _greedy(user: int, directory: Path) -> Iterator[int]:
-    """A user who has as many sessions as it may; how many those are."""
+def _holding(script: str, user: int, directory: Path) -> Iterator[str]:
+    """A user's process that takes something until the block ends; what it says of that."""
     with subprocess.Popen(
-        _python(user, GROUP, GREEDY, directory), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        _python(user, GROUP, script, directory), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
-            field, number = process.stdout.readline().split()
-            assert field == "max_sessions"
-            yield int(number)
+            yield process.stdout.readline().strip()
         finally:
             process.communicate(timeout=WAIT_S)
 
@@ -129,10 +140,24 @@ def test_one_user_of_the_group_leaves_the_others_sessions_to_begin() -> None:
         home.chmod(0o755)
         server = ServerProcess(home, arguments(limits__max_sessions=8, socket_group=GROUP))
         stack.callback(server.stop)
-        assert stack.enter_context(_greedy(65533, server.directory)) == 6
-        assert stack.enter_context(_greedy(65532, server.directory)) == 1
+        assert stack.enter_context(_holding(GREEDY, 65533, server.directory)) == "max_sessions 6"
+        assert stack.enter_context(_holding(GREEDY, 65532, server.directory)) == "max_sessions 1"
         with connect(server.directory) as client:
             assert store(client, range(PAGE)) == PAGE
+
+
+def test_one_user_of_the_group_leaves_the_others_hellos() -> None:
+    """I26, I33: connections that say nothing are in nobody else's way."""
+    need_root()
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        home = Path(place)
+        home.chmod(0o755)
+        server = ServerProcess(home, arguments(socket_group=GROUP))
+        stack.callback(server.stop)
+        assert stack.enter_context(_holding(SILENT, 65533, server.directory)) == "connected 80"
+        for _ in range(3):
+            with connect(server.directory) as client:
+                assert check(client, range(PAGE)) == 0
 
 
 def test_a_directory_of_another_group_or_for_all_is_refused(tmp_path: Path) -> None:
