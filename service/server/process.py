@@ -225,6 +225,7 @@ async def serving(
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         spoken = [directory / name for name in (wire.DATA_SOCKET, wire.ADMIN_SOCKET, wire.HEALTH_SOCKET)]
         unread = Unread(spoken, clock, config.times.lease_s)
+        stack.callback(unread.close)
         server = Server(config, served, tasks, metrics, unread)
         server.publisher, server.dashboard = publisher, dashboard
         stack.callback(server.storing.close)

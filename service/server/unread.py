@@ -19,7 +19,7 @@ import stat
 import struct
 import termios
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -57,6 +57,15 @@ class Unread:
         self._within_s: Final = within_s
         self._full: dict[int, _Full] = {}
         """By inode."""
+        self._listing: Final = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+        self._spare: int | None = os.dup(self._listing)
+        """A descriptor for what takes one: who is to be cut off may have taken all others."""
+
+    def close(self) -> None:
+        """Close its own descriptors."""
+        os.close(self._listing)
+        if self._spare is not None:
+            os.close(self._spare)
 
     async def watch(self) -> NoReturn:
         """Look again and again, until cancelled."""
@@ -66,9 +75,12 @@ class Unread:
 
     def look(self) -> None:
         """Cut off what was full, and was not read, for so long. Does not wait."""
-        now, full = self._clock.monotonic(), dict[int, _Full]()
-        for inode, mine in self._connections():
-            with mine, suppress(OSError):  # it was closed meanwhile
+        fds = self._fds()
+        if fds is None:
+            return
+        now, full, num_cut_off = self._clock.monotonic(), dict[int, _Full](), 0
+        for inode, mine in self._connections(fds):
+            with suppress(OSError):  # its peer has gone
                 num_bytes, found = _unread_bytes(mine.fileno()), self._full.get(inode)
                 if _is_writable(mine) or (found is not None and num_bytes < found.num_bytes):
                     if found is not None and found.held_buffer:
@@ -80,18 +92,27 @@ class Unread:
                     found.since, found.held_buffer = now, mine.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
                     _set_send_buffer(mine, 0)
                 elif found.held_buffer and unread_s >= self._within_s:
-                    _log.warning("a connection was not read for %.1f s: it is cut off", unread_s)
                     mine.shutdown(socket.SHUT_RDWR)
-                    self.num_cut_off += 1
+                    num_cut_off += 1
         self._full = full
+        if num_cut_off:
+            self.num_cut_off += num_cut_off
+            _log.warning("connections were not read for %g s: %d cut off", self._within_s, num_cut_off)
 
-    def _connections(self) -> Iterator[tuple[int, socket.socket]]:
-        """Those with something in them, and those that had, each once and by a descriptor of its own: what it stands
-        for stays the same."""
+    def _fds(self) -> list[int] | None:
+        """Descriptors of this process; None if none was free to list them, so that the next look has to."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
         try:
-            fds = [int(name) for name in os.listdir("/proc/self/fd")]
+            fds = [int(name) for name in os.listdir(self._listing)]
+            self._spare = os.dup(self._listing)
         except OSError:
-            return  # no descriptor is free: the next look may find one
+            return None
+        return fds
+
+    def _connections(self, fds: list[int]) -> Iterator[tuple[int, socket.socket]]:
+        """Those with something in them, and those that had, each once and until the next one is asked for."""
         seen = set[int]()
         for fd in fds:
             with suppress(OSError):  # it was closed meanwhile, or listens
@@ -100,22 +121,25 @@ class Unread:
                     continue
                 if not _unread_bytes(fd) and status.st_ino not in self._full:
                     continue  # nearly all end here
-                mine = _copy(fd)
-                inode = os.fstat(mine.fileno()).st_ino
-                if mine.family == socket.AF_UNIX and mine.getsockname() in self._paths:
-                    seen.add(inode)
-                    yield inode, mine
-                else:
-                    mine.close()
+                with self._held(fd) as mine:
+                    if mine.family == socket.AF_UNIX and mine.getsockname() in self._paths:
+                        inode = os.fstat(mine.fileno()).st_ino
+                        seen.add(inode)
+                        yield inode, mine
 
-
-def _copy(fd: int) -> socket.socket:
-    copied = os.dup(fd)
-    try:
-        return socket.socket(fileno=copied)
-    except OSError:
-        os.close(copied)
-        raise
+    @contextmanager
+    def _held(self, fd: int) -> Iterator[socket.socket]:
+        """A socket under the spare descriptor: inside the block it is the same, whatever is closed meanwhile."""
+        assert self._spare is not None
+        os.dup2(fd, self._spare, inheritable=False)
+        try:
+            mine = socket.socket(fileno=self._spare)
+            try:
+                yield mine
+            finally:
+                mine.detach()
+        finally:
+            os.dup2(self._listing, self._spare, inheritable=False)
 
 
 def _unread_bytes(fd: int) -> int:

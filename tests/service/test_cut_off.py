@@ -1,5 +1,7 @@
 """Local connections that nobody reads are cut off; those that are read, however slowly, never."""
 
+import os
+import resource
 import select
 import socket
 from collections.abc import Iterator
@@ -89,6 +91,7 @@ class Watched:
         self._listening.listen()
         self._clock: Final = ManualClock()
         self.unread: Final = Unread([path], self._clock, 1.0)
+        self._open.callback(self.unread.close)
 
     def close(self) -> None:
         self._open.close()
@@ -187,3 +190,22 @@ def test_who_is_told_nothing_and_other_sockets_are_left_alone(watched: Watched) 
             ours.shutdown(socket.SHUT_WR)
             theirs.setblocking(False)
             assert read(theirs, 1 << 30)
+
+
+def test_who_has_taken_all_descriptors_is_cut_off(watched: Watched) -> None:
+    """I21: to look takes none that is free."""
+    ours, theirs = watched.connect()
+    write(ours)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as taken:
+        taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (theirs.fileno() + 64, before[1]))
+        with suppress(OSError):
+            while True:
+                taken.callback(os.close, os.dup(ours.fileno()))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(ours.fileno())
+        for _ in range(2 * LOOKS):
+            watched.look()
+        assert watched.unread.num_cut_off == 1
+        assert read(theirs, 1 << 30)
