@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hicache.kernels import launch
+from hicache.kernels import decode_cpu, launch
 from hicache.kernels.attend_cpu import attend_cpu
 from hicache.kernels.attend_torch import attend_torch
 from hicache.kernels.checks import (
@@ -83,11 +83,12 @@ def attend(
     asked = Asked(scale, scoring, check_position("first_position", first_position, scoring))
     if num_tokens == 0:
         return no_keys(query, query.dtype)
-    fitting = _checked(parts, query, key.shape[1], asked)
+    by_loops = path is Path.TORCH and not by_torch and decode_cpu.takes(query, query.dtype)
+    fitting = _checked(parts, query, key.shape[1], asked, check_ids=not by_loops)
     # A recorded graph would keep every buffer that is meant to be used again.
     with torch.no_grad():
         if path is Path.TORCH:
-            state = (attend_torch if by_torch else attend_cpu)(query, fitting, key, value, asked)
+            state = (attend_cpu if by_loops else attend_torch)(query, fitting, key, value, asked)
             state = with_sinks(state, scoring.sinks)
             return AttentionState(state.output.to(query.dtype), state.lse)
         from hicache.kernels.attend_triton import attend_triton  # the torch path works without Triton
@@ -96,9 +97,9 @@ def attend(
 
 
 def _checked(
-    parts: Iterable[PagedPart], query: torch.Tensor, num_kv_heads: int, asked: Asked
+    parts: Iterable[PagedPart], query: torch.Tensor, num_kv_heads: int, asked: Asked, *, check_ids: bool
 ) -> Iterator[tuple[PagedPart, PageShape]]:
-    """What queries see of the parts, each checked when it comes."""
+    """What queries see of the parts, each checked when it comes; `check_ids`: whether its slots are there, too."""
     dtypes = (query.dtype,) if query.dtype == torch.float64 else stored_dtypes(query)
     for part in parts:
         shape = check_pages("part.pages", part.pages, query, dtypes)
@@ -116,7 +117,8 @@ def _checked(
             most = asked.first_position - part.num_tokens
             raise BadArgument("part.first_position", f"is {position}, expected at most {most}, before the new tokens")
         whole = part.cut(0, launch.ceil_div(part.num_tokens, shape.page_size))
-        check_page_ids("part.block_table", whole.block_table, shape.num_slots, negative=False)
+        if check_ids:
+            check_page_ids("part.block_table", whole.block_table, shape.num_slots, negative=False)
         for seen in [whole] if asked.scoring.window is None else seen_parts(whole, asked):
             yield seen, shape
 

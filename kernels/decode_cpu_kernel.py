@@ -398,14 +398,15 @@ _LN_2: Final = math.log(2.0)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
-def _counted(context: Any, job: Any) -> tuple[Any, Any]:
-    """Number of the job's next run, which no other thread is given."""
+def _counted(context: Any, job: Any, counter: Any) -> tuple[Any, Any]:
+    """What the counter, the first of the job's fields being number 0, was before this counted it up; what threads wrote
+    before they did is there for those who do so later."""
 
     def generate(target: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        counter = builder.bitcast(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", counter, _INT64(1), "monotonic")
+        counter = builder.gep(builder.bitcast(arguments[0], _INT64.as_pointer()), [arguments[1]])
+        return builder.atomic_rmw("add", counter, _INT64(1), "acq_rel")
 
-    return types.int64(job), generate
+    return types.int64(job, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
@@ -447,11 +448,11 @@ def _integer(address: Any) -> Any:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
 def _state_at(job: Any, run: Any) -> Any:
-    """Where the query is, and of a run its total, tops and sums."""
+    """Where a run's total, tops and sums are."""
     num_rows = job.num_heads * job.blocks_a_head * _NUM_ROWS
-    total_at = job.room_at + num_rows * job.num_vectors * _BYTES + run * job.run_bytes
+    total_at = job.states_at + run * job.run_bytes
     tops_at = total_at + num_rows * (job.num_vectors * _BYTES + _BYTES // 2 + job.tokens_at_once * 4)
-    return job.room_at, total_at, tops_at, tops_at + num_rows * 4
+    return total_at, tops_at, tops_at + num_rows * 4
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]  # Numba has no types
@@ -528,11 +529,11 @@ def _pass(
 
 
 @njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
-def _attend(stored: Any, job: Any, segment: Any, run: Any, start: Any, last: Any) -> None:
-    """Take tokens `start` to `last` of a segment into the state of a run."""
+def _attend(stored: Any, job: Any, segment: Any, query_at: Any, run: Any, start: Any, last: Any) -> None:
+    """Take tokens `start` to `last` of a segment into the state of a run; the query's rows are at `query_at`."""
     num_heads, blocks_a_head, num_vectors = job.num_heads, job.blocks_a_head, job.num_vectors
     num_blocks, most, at_once = num_heads * blocks_a_head, job.tokens_at_once, _at_once(stored)
-    query_at, total_at, tops_at, sums_at = _state_at(job, run)
+    total_at, tops_at, sums_at = _state_at(job, run)
     pairs_at = total_at + num_blocks * num_vectors * _NUM_ROWS * _BYTES
     scores_at = pairs_at + num_blocks * 2 * _BYTES
     keys_at = sums_at + num_blocks * _NUM_ROWS * 4
@@ -580,7 +581,7 @@ def _attend(stored: Any, job: Any, segment: Any, run: Any, start: Any, last: Any
 def _begin_state(job: Any, run: Any) -> None:
     """Let a run have seen nothing so far."""
     num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
-    _, total_at, tops_at, sums_at = _state_at(job, run)
+    total_at, tops_at, sums_at = _state_at(job, run)
     total = carray(_pointer(total_at, _F(0)), num_blocks * num_vectors * _NUM_ROWS * LANES)
     tops = carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)
     sums = carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)
@@ -588,7 +589,17 @@ def _begin_state(job: Any, run: Any) -> None:
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
-def _work(stored: Any, job: Any, run: Any) -> None:
+def _are_there(segment: Any, start: Any, last: Any) -> Any:
+    """Whether the segment has the slots of these tokens."""
+    table = carray(_pointer(segment.table_at, np.int32(0)), 1 + (last - 1) // segment.page_size)
+    least, most = np.int32(0), np.int32(0)
+    for page in range(start // segment.page_size, len(table)):
+        least, most = min(least, table[page]), max(most, table[page])
+    return least >= 0 and most < segment.num_slots
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _work(stored: Any, job: Any, query_at: Any, run: Any) -> None:
     """Take the tokens of one run, of one or more segments, into its state."""
     if run >= job.begun_runs:
         _begin_state(job, run)
@@ -599,15 +610,17 @@ def _work(stored: Any, job: Any, run: Any) -> None:
         count = segment.last - segment.first
         start, last = max(begin - before, 0), min(end - before, count)
         if start < last:
-            _attend(stored, job, segment, run, segment.first + start, segment.first + last)
+            if not _are_there(segment, segment.first + start, segment.first + last):
+                job.is_wrong = 1
+                return
+            _attend(stored, job, segment, query_at, run, segment.first + start, segment.first + last)
         before += count
 
 
-def _begin(jobs: Any) -> None:
-    """Take over the query."""
-    job = carray(jobs, 1)[0]
+@njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _take_query(job: Any, query_at: Any) -> None:
+    """Make the query's rows at `query_at`."""
     num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
-    query_at, _, _, _ = _state_at(job, 0)
     rows = carray(_pointer(query_at, _F(0)), (num_blocks, num_vectors, _NUM_ROWS, LANES))
     for head in range(job.num_heads):
         for row in range(job.blocks_a_head * _NUM_ROWS):
@@ -620,9 +633,9 @@ def _begin(jobs: Any) -> None:
                     rows[block, vector, row % _NUM_ROWS, i] = source[vector, i] * job.scale
 
 
-def _end(jobs: Any) -> None:
-    """Merge the states of the first `num_runs` runs, in their order, and write what comes out."""
-    job = carray(jobs, 1)[0]
+@njit(fastmath=_FAST_MATH, error_model="numpy")  # type: ignore[untyped-decorator]  # Numba has no types
+def _merge(job: Any, num_runs: Any) -> None:
+    """Merge the states of the first runs, in their order, and write what comes out."""
     num_blocks, num_vectors = job.num_heads * job.blocks_a_head, job.num_vectors
     output = carray(_pointer(job.output_at, _F(0)), (job.num_heads * job.group, num_vectors, LANES))
     lse = carray(_pointer(job.lse_at, _F(0)), job.num_heads * job.group)
@@ -631,15 +644,15 @@ def _end(jobs: Any) -> None:
         block = head * job.blocks_a_head + row // _NUM_ROWS
         at, row = block * _NUM_ROWS + row % _NUM_ROWS, row % _NUM_ROWS
         top = _MINUS_INFINITY
-        for run in range(job.num_runs):
-            _, _, tops_at, _ = _state_at(job, run)
+        for run in range(num_runs):
+            _, tops_at, _ = _state_at(job, run)
             top = max(top, carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)[at])
         whole = 0.0
         for vector in range(num_vectors):
             for i in range(LANES):
                 output[query_head, vector, i] = _F(0.0)
-        for run in range(job.num_runs):
-            _, total_at, tops_at, sums_at = _state_at(job, run)
+        for run in range(num_runs):
+            total_at, tops_at, sums_at = _state_at(job, run)
             # In float64: rounded once, as a sum of two numbers in other units would not be.
             weight = math.exp((np.float64(carray(_pointer(tops_at, _F(0)), num_blocks * _NUM_ROWS)[at]) - top) * _LN_2)
             whole += weight * carray(_pointer(sums_at, _F(0)), num_blocks * _NUM_ROWS)[at]
@@ -656,21 +669,32 @@ def _end(jobs: Any) -> None:
 
 def compiled(number: Any) -> Any:
     """A function of C, at `address` while this object is kept, that takes the address of a `Job` with pages of the type
-    that `number` stands for (`_STORED`), and works on runs until none is left. Several threads may do so at once."""
+    that `number` stands for (`_STORED`), and works on runs until none is left; who is done last merges, if that is all.
+    Several threads may do so at once."""
 
     def attend(jobs: Any) -> None:
         job = carray(jobs, 1)[0]
-        run = _counted(jobs)
+        thread, run = _counted(jobs, 0), _counted(jobs, 1)
+        query_at = job.rows_at + thread * job.num_heads * job.blocks_a_head * job.num_vectors * _NUM_ROWS * _BYTES
+        if run < job.num_runs:
+            _take_query(job, query_at)
         while run < job.num_runs:
-            _work(number, job, run)
-            run = _counted(jobs)
+            _work(number, job, query_at, run)
+            if _counted(jobs, 2) == job.num_runs - 1 and job.output_at != 0:
+                _merge(job, max(job.num_runs, job.begun_runs))
+            run = _counted(jobs, 1)
 
     return _function(attend)
 
 
-def compiled_ends() -> tuple[Any, Any]:
-    """Functions likewise, for one thread: to be called before the others, and when they are done."""
-    return _function(_begin), _function(_end)
+def compiled_merge() -> Any:
+    """A function likewise, for one thread: merges what was worked on before."""
+
+    def merge(jobs: Any) -> None:
+        job = carray(jobs, 1)[0]
+        _merge(job, job.begun_runs)
+
+    return _function(merge)
 
 
 def _function(work: Callable[[Any], None]) -> Any:

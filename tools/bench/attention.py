@@ -239,9 +239,13 @@ def _decode(report: Report, context: _Context, step: Step) -> None:
     whole = context.contiguous(num_keys)
     row = context.query[:, None, context.num_tokens].view(LAYERS, 1, HEADS, GROUP, DIM)
 
+    new = slice(context.num_tokens, context.num_tokens + 1)
+    # What a model has at hand when it attends.
+    given = [(context.query[layer, new], *context.kv[layer, :, new], parts[layer]) for layer in range(LAYERS)]
+
     def ours() -> None:
-        for layer in range(LAYERS):
-            context.attend(layer, iter(parts[layer]), 1)
+        for query, key, value, some in given:
+            attend(query, some, key=key, value=value, scale=DIM**-0.5)
 
     def theirs() -> None:
         # The heads of a group as rows of one: what suits torch best for a single token.
