@@ -20,7 +20,7 @@ part that is attended to. Rows:
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -223,10 +223,10 @@ def _prefill(report: Report, context: _Context, step: Step, total: int) -> None:
 
 def _decode(report: Report, context: _Context, step: Step) -> None:
     def in_memory(layer: int) -> list[PagedPart]:
-        """The parts that need not be read from NVMe, which come first."""
+        """The parts that need not be read from NVMe, which come first, as if nothing came behind them."""
         found = []
         for part in step.parts(layer):
-            found.append(part)
+            found.append(replace(part, stays=True))
             if len(found) == 2:
                 break
         return found
