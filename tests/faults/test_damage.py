@@ -23,11 +23,12 @@ from hicache.tiers.nvme.geometry import PageShape
 from tests.faults.damage import add_foreign, damage, foreign_is_untouched
 from tests.faults.oracle import Oracle, Page
 from tests.faults.store import NUM_PAGES, SHAPE, open_store, read_pages, snapshot, write_path
+from tests.punctual import in_time
 from tests.simulation import seeds
 from tests.tiers.contract import run
 
 START_S: Final = 10.0
-"""A start ends within this, also on a busy machine; it takes some milliseconds."""
+"""A start ends within this; it takes some milliseconds."""
 FAST, ALL, BLOCK = 40, 520, 60
 NUM_STORED: Final = 50
 
@@ -76,9 +77,8 @@ async def serves(directory: Path, stored: Stored) -> int:
     oracle = Oracle(random.Random(1))
     for page in stored.oracle.pages.values():
         oracle.page_at(stored.oracle.path_of(page))
-    began = time.monotonic()
-    tier = open_store(directory)
-    assert time.monotonic() - began < START_S
+    with in_time(START_S):
+        tier = open_store(directory)
     async with tier:
         for digest, record in oracle.records.items():
             tier.remember(digest, record)
