@@ -1,4 +1,4 @@
-"""The digest of a model's, or an adapter's, files: a name says nothing, and the same name has carried other weights.
+"""The digest of a model's files: a name says nothing, and the same name has carried other weights.
 
 Reading a large model takes a while, so digests are kept beside what the file system says of each file, in a small file
 of this user's own. A file that was changed has another time of change (`st_ctime_ns`), which programs cannot set.

@@ -5,6 +5,7 @@ out of memory since.
 """
 
 import hashlib
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hicache.errors import BadRequest
 from hicache.service.engines.vllm.adapters import Adapters, Answer, Loaded
 from hicache.service.engines.vllm.loaded import LoadedAdapters, digest_of, watch
 from hicache.service.engines.vllm.plan import Load, Plan, Save
@@ -182,10 +184,16 @@ class Manager:
         self._adapter_manager = self
         self._capacity = capacity
         self._known: dict[int, Any] = {}
+        self.num_read = 0
 
     def _load_adapter(self, asked: Any) -> Any:
         value = float(Path(asked.lora_path).read_text())
+        self.num_read += 1
         return model({"q": weights(lora_a=torch.full((2, 8), value))}, value=value)
+
+    def set_active_adapters(self, asked: set[Any], mapping: object = None) -> None:
+        for each in asked:
+            self.add_adapter(each)
 
     def get_adapter(self, number: int) -> Any:
         return self._known.get(number)
@@ -258,34 +266,106 @@ def test_pages_of_an_adapter_that_has_changed_are_neither_loaded_nor_saved(tmp_p
     manager.add_adapter(asked)
     assert not kept(adapters, asked)
     assert not begun(adapters, asked)
+    manager.evict()
+    manager.evict()
+    assert not begun(adapters, asked)
     # Of the same weights, as far as anybody knows, but not for sure.
     manager.add_adapter(adapter(tmp_path, 2, load_inplace=True))
     assert not kept(adapters, inplace)
-    assert [each.digest == "" for each in adapters.take_news()[0]] == [False, False, False, True]
+    assert [each.number for each in adapters.take_news()[0] if not each.digest] == [2]
 
 
-def test_pages_are_loaded_only_for_an_adapter_in_memory_and_it_is_the_one_that_comes_back(tmp_path: Path) -> None:
+def test_an_adapter_for_which_pages_were_loaded_is_the_one_that_vllm_has(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0), Manager(config, capacity=1)
+    adapters, manager = LoadedAdapters(config, rank=0, read_s=0.0), Manager(config, capacity=1)
     watch(Manager, adapters)
     asked, other = adapter(tmp_path, 1), adapter(tmp_path, 2)
-    assert not begun(adapters, asked)
+    assert not begun(adapters, asked), "its manager is not known"
     manager.add_adapter(asked)
     assert begun(adapters, asked, "first")
     assert begun(adapters, asked, "second")
     # vLLM makes room before they compute anything, and the files are replaced.
     manager.add_adapter(other)
-    assert not begun(adapters, asked)
     adapter(tmp_path, 1, 2.0)
     assert manager.add_adapter(asked).value == 1.0
-    adapters.fit(Plan(started=["first"]))
     manager.add_adapter(other)
+    assert begun(adapters, asked, "third"), "it is still here"
+    adapters.fit(Plan(started=["first", "second"]))
     assert manager.add_adapter(asked).value == 1.0
-    adapters.fit(Plan(started=["second"]))
     manager.add_adapter(other)
-    assert manager.add_adapter(asked).value == 2.0, "nobody waits for it"
+    adapters.fit(Plan(started=["third"]))
+    # Nobody waits for it any more.
+    assert not begun(adapters, asked)
+    assert manager.add_adapter(asked).value == 2.0
     assert not kept(adapters, asked)
     assert kept(adapters, other)
+
+
+def test_an_adapter_in_memory_needs_no_disk(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0), Manager(config)
+    watch(Manager, adapters)
+    asked = adapter(tmp_path, 1)
+    manager.add_adapter(asked)
+    Path(asked.lora_path).unlink()
+    os.mkfifo(asked.lora_path)  # whoever reads it waits for ever
+    adapters.fit(Plan(asked_adapters=[asked]))
+    assert begun(adapters, asked)
+    assert kept(adapters, asked)
+
+
+def test_an_adapter_that_is_not_in_memory_is_read_for_whoever_asks(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0), Manager(config, capacity=1)
+    watch(Manager, adapters)
+    asked, missing = adapter(tmp_path, 1), lora(3, "c", str(tmp_path / "nowhere"))
+    adapters.fit(Plan(asked_adapters=[asked]))
+    assert adapters.take_news() == ([], [Answer(1, 0)]), "its manager is not known"
+    manager.set_active_adapters(set())
+    adapters.fit(Plan(asked_adapters=[asked, missing]))
+    adapters.fit(Plan())
+    told, answers = adapters.take_news()
+    assert [each.number for each in told] == [1]
+    assert answers == [Answer(1, 0), Answer(3, 0)]
+    assert not begun(adapters, missing)
+    assert begun(adapters, asked)
+    # vLLM is given what was read, once it comes to it, and not read to again.
+    adapter(tmp_path, 1, 2.0)
+    assert manager.add_adapter(asked).value == 1.0
+    assert manager.num_read == 1
+    assert kept(adapters, asked)
+
+
+def test_what_was_read_for_whoever_asked_is_not_given_to_vllm_later(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0, read_s=0.0), Manager(config)
+    watch(Manager, adapters)
+    manager.set_active_adapters(set())
+    asked = adapter(tmp_path, 1)
+    adapters.fit(Plan(asked_adapters=[asked]))
+    adapter(tmp_path, 1, 2.0)
+    assert manager.add_adapter(asked).value == 2.0
+    assert not kept(adapters, asked)
+
+
+def test_one_that_is_loaded_in_place_is_held_for_nobody(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0), Manager(config, capacity=1)
+    watch(Manager, adapters)
+    asked = adapter(tmp_path, 1)
+    manager.add_adapter(asked)
+    assert begun(adapters, asked)
+    assert manager.add_adapter(adapter(tmp_path, 1, 2.0, load_inplace=True)).value == 2.0
+    manager.evict()
+    assert manager.add_adapter(asked).value == 2.0
+
+
+def test_another_release_is_refused() -> None:
+    class Other:
+        _load_adapter = Manager._load_adapter
+
+    with pytest.raises(BadRequest, match="Other of this release has no set_active_adapters"):
+        watch(Other, LoadedAdapters(object(), rank=0))
 
 
 # -- both sides -------------------------------------------------------------------------------------------------------
@@ -298,7 +378,7 @@ class WithAdapters(Scheduler):
     def __init__(self, directory: Path, seed: int) -> None:
         super().__init__(directory, seed)
         config = object()
-        self.adapters = LoadedAdapters(config, rank=0)
+        self.adapters = LoadedAdapters(config, rank=0, read_s=0.0)
         self.manager = Manager(config)
         watch(Manager, self.adapters)
         self.values: dict[str, list[float]] = {}
@@ -390,6 +470,7 @@ def test_the_first_request_of_an_adapter_is_saved_once_it_is_known_what_it_is(
     try:
         same = adapter(tmp_path, 9)
         again.manager.add_adapter(same)
+        again.manager.evict()
         assert run(again, Request("f", [*tokens], lora_request=same)) == pages
         # In it the files are replaced between vLLM's reading and the first request.
         later = adapter(tmp_path, 10, 2.0)

@@ -220,9 +220,14 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if groups is None:
             return
         parallel = self._vllm_config.parallel_config
+        rank = parallel.rank % parallel.tensor_parallel_size
         names = [name for each in groups.layer_names for name in each]
         try:
             backends = backends_of(self._vllm_config, names)
+            adapters = None
+            if self._vllm_config.lora_config is not None:
+                adapters = LoadedAdapters(self._vllm_config.lora_config, rank)
+                watch(WorkerLoRAManager, adapters)
             blocks = Blocks(groups, kv_caches, self._kv_cache_config.num_blocks)
             self._link = self._new_link("worker", staging_bytes=self._settings.staging_bytes, groups=groups)
         except HicacheError as error:
@@ -230,12 +235,8 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 raise
             _log.warning("hicache: this worker, and so its engine, runs without the cache: %s", error)
             return
-        rank = parallel.rank % parallel.tensor_parallel_size
         self._transfers = Transfers(self._link, blocks, self._settings, page_size=groups.block_size, rank=rank)
-        self._backends = backends
-        if self._vllm_config.lora_config is not None:
-            self._adapters = LoadedAdapters(self._vllm_config.lora_config, rank)
-            watch(WorkerLoRAManager, self._adapters)
+        self._backends, self._adapters = backends, adapters
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""

@@ -2,11 +2,13 @@
 
 vLLM reads an adapter's files when it first needs it, and again when it has put it out of memory since; what it reads
 then may be another version. It tells connectors nothing of that. So its loading is watched, and what it brings is
-digested before vLLM has it. Nothing is read here.
+digested before vLLM has it. Where pages are wanted for an adapter that is not in memory, vLLM's loader is called for it
+here, some steps before vLLM would, which is given what was read when it comes to it.
 """
 
 import hashlib
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,34 +18,42 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hicache.errors import BadRequest
 from hicache.service.engines.vllm.adapters import Adapters, Answer, Loaded
 from hicache.service.engines.vllm.plan import Load, Plan, Save
 
 _FORMAT: Final = b"hicache-vllm-adapter\x01"
 _NUM_THREADS: Final = 4
+READ_S: Final = 1.0
+"""How long what was read for a request is what vLLM would read itself, if no pages were loaded for it."""
 _LOADS: Final = "_load_adapter"
 """The method of vLLM's `WorkerLoRAManager` that reads an adapter and returns it as it is in the files, cast to the
 engine's `lora_dtype`: every adapter passes through it."""
+_USES: Final = "set_active_adapters"
+"""The one that it calls for each step, and when it warms up."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Held:
-    """An adapter for which pages were loaded."""
+    """An adapter that vLLM is to have, whatever its files hold by now."""
 
     model: Any
+    until: float
+    """As long as this, or while there are"""
     requests: set[str] = field(default_factory=set)
-    """Those whose pages they are, that have computed nothing yet."""
+    """that pages were loaded for, and that have computed nothing yet."""
 
 
 class LoadedAdapters:
     """The adapters of one worker. Belongs to the worker's thread, on which vLLM loads them, too."""
 
-    def __init__(self, lora_config: Any, rank: int) -> None:
+    def __init__(self, lora_config: Any, rank: int, *, read_s: float = READ_S) -> None:
         """`lora_config`: vLLM's, by which it is known which of a process's managers is this worker's."""
         self.lora_config: Final = lora_config
         self._rank: Final = rank
+        self._read_s: Final = read_s
         self._adapters: Final = Adapters(1)
         self._manager: weakref.ref[Any] | None = None
         self._held: Final[dict[int, _Held]] = {}
@@ -53,9 +63,10 @@ class LoadedAdapters:
     def fit(self, plan: Plan) -> Plan:
         """A plan whose loads and saves are right for the adapters that there are. Those that are not bring nothing and
         keep nothing, and end as others do: the plan is one for the step that has just been computed."""
-        for name in plan.started:
-            self._let_go(name)
-        self._answers += [Answer(lora.lora_int_id, self._rank) for lora in plan.asked_adapters]
+        self._let_go(plan.started)
+        for lora in plan.asked_adapters:
+            self._at_hand(lora)
+            self._answers.append(Answer(lora.lora_int_id, self._rank))
         loads = [each if self._holds(each) else replace(each, timeout_s=0.0) for each in plan.loads]
         saves = [each if self._is_of(each) else replace(each, blocks=((),) * len(each.blocks)) for each in plan.saves]
         return replace(plan, loads=loads, saves=saves)
@@ -66,11 +77,17 @@ class LoadedAdapters:
         answers, self._answers = self._answers, []
         return news, answers
 
-    def heard(self, manager: Any, lora: Any, model: Any) -> None:
-        """vLLM has loaded an adapter."""
+    def met(self, manager: Any) -> None:
+        """This is the worker's manager."""
         self._manager = weakref.ref(manager)
+
+    def heard(self, lora: Any, model: Any) -> None:
+        """vLLM's loader has read an adapter."""
         digest = ""
-        if not lora.load_inplace:  # else KV that was computed with what it had before may be in any place
+        if lora.load_inplace:
+            # KV that was computed with what it had before may be in any place.
+            self._held.pop(int(lora.lora_int_id), None)
+        else:
             try:
                 digest = digest_of(model)
             except Exception:
@@ -81,10 +98,11 @@ class LoadedAdapters:
         self._news.append(loaded)
 
     def held(self, lora: Any) -> Any:
-        """The adapter, if vLLM has put it out of memory while a request waits for which pages were loaded: it is to
-        have that one again, whatever its files hold by now. Otherwise None."""
-        held = None if lora.load_inplace else self._held.get(lora.lora_int_id)
-        return None if held is None else held.model
+        """The adapter that vLLM is to have where it is about to read one. None where it is to read."""
+        held = self._held.get(lora.lora_int_id)
+        if held is None or lora.load_inplace:
+            return None
+        return held.model if held.requests or time.monotonic() < held.until else None
 
     def _is_of(self, save: Save) -> bool:
         """Whether what a save reads was computed with the adapter that the scheduler's side was told of."""
@@ -94,20 +112,36 @@ class LoadedAdapters:
         """Whether the request of a load will compute with the adapter that the scheduler's side was told of."""
         if load.lora is None:
             return True
-        manager = None if self._manager is None else self._manager()
-        if manager is None or not self._adapters.digest(load.lora):
+        model = self._at_hand(load.lora)
+        if model is None or not self._adapters.digest(load.lora):
             return False
-        number = load.lora.lora_int_id
-        model = manager._adapter_manager.get_adapter(number)
-        if model is None:
-            return False
-        self._held.setdefault(number, _Held(model)).requests.add(load.request_id)
+        held = self._held.setdefault(load.lora.lora_int_id, _Held(model, time.monotonic()))
+        held.requests.add(load.request_id)
         return True
 
-    def _let_go(self, name: str) -> None:
+    def _at_hand(self, lora: Any) -> Any:
+        """An adapter that is in memory from now on. vLLM would read it on this thread, too, when a request computes.
+        None where it cannot be had; what is wrong with it vLLM will say."""
+        manager, number = None if self._manager is None else self._manager(), int(lora.lora_int_id)
+        if manager is None or lora.load_inplace:
+            return None
+        try:
+            model = manager._adapter_manager.get_adapter(number)
+            model = self.held(lora) if model is None else model
+            if model is None:
+                model = getattr(manager, _LOADS)(lora)
+                self._held[number] = _Held(model, time.monotonic() + self._read_s)
+        except Exception as error:
+            _log.info("hicache: an adapter cannot be had: %s", error)
+            return None
+        return model
+
+    def _let_go(self, started: Iterable[str]) -> None:
+        """Hold nothing any more for these requests."""
+        now = time.monotonic()
         for number, held in list(self._held.items()):
-            held.requests.discard(name)
-            if not held.requests:
+            held.requests.difference_update(started)
+            if not held.requests and now >= held.until:
                 del self._held[number]
 
 
@@ -116,27 +150,48 @@ _ALL: Final[weakref.WeakSet[LoadedAdapters]] = weakref.WeakSet()
 
 
 def watch(managers: type[Any], adapters: LoadedAdapters) -> None:
-    """From now on `adapters` hears of what is loaded for its worker. `managers`: vLLM's `WorkerLoRAManager`."""
+    """From now on `adapters` hears of what is loaded for its worker. `managers`: vLLM's `WorkerLoRAManager`. Raises
+    `BadRequest` where that is another one than was known."""
+    known = {name: getattr(managers, name, None) for name in (_LOADS, _USES)}
+    for name, method in known.items():
+        if method is None:
+            raise BadRequest("enable_lora", f"{managers.__name__} of this release has no {name}")
+    if not hasattr(known[_LOADS], "is_watched"):
+        setattr(managers, _LOADS, _loading(known[_LOADS]))
+        setattr(managers, _USES, _using(known[_USES]))
     _ALL.add(adapters)
-    load = managers.__dict__[_LOADS]
-    if not hasattr(load, "is_watched"):
-        setattr(managers, _LOADS, _watched(load))
 
 
-def _watched(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def watched(manager: Any, lora: Any) -> Any:
-        watching = [each for each in _ALL if each.lora_config is manager.lora_config]
+def _of(manager: Any) -> list[LoadedAdapters]:
+    """Who is to hear of a manager's adapters."""
+    found = [each for each in _ALL if each.lora_config is manager.lora_config]
+    for each in found:
+        each.met(manager)
+    return found
+
+
+def _loading(load: Any) -> Callable[[Any, Any], Any]:
+    def loads(manager: Any, lora: Any) -> Any:
+        watching = _of(manager)
         for each in watching:
             held = each.held(lora)
             if held is not None:
                 return held
         model = load(manager, lora)
         for each in watching:
-            each.heard(manager, lora, model)
+            each.heard(lora, model)
         return model
 
-    watched.is_watched = True  # type: ignore[attr-defined]  # functions have attributes
-    return watched
+    loads.is_watched = True  # type: ignore[attr-defined]  # functions have attributes
+    return loads
+
+
+def _using(use: Any) -> Callable[..., Any]:
+    def uses(manager: Any, *args: Any, **kwargs: Any) -> Any:
+        _of(manager)
+        return use(manager, *args, **kwargs)
+
+    return uses
 
 
 def digest_of(model: Any) -> str:
