@@ -10,6 +10,7 @@ The files, in the order in which a request meets them:
     identity.py       which pages may be this engine's: the namespace of a request
     adapters.py       which LoRA adapters workers have loaded, for it
     scheduling.py     the scheduler's side: what is cached, what is to be loaded and saved
+    tracked.py        what it keeps of a request
     plan.py           what that side tells the other one in each step
     loaded.py         the worker's side: what vLLM loads as an adapter, and that pages go only with it
     transfers.py      loads and saves, on threads of their own
