@@ -184,14 +184,14 @@ def _asked(machine: Machine, count: int, model: str) -> list[_Asked]:
     """Prompts, each asked three times in another order. The first is for warming up, and does not count."""
     asked = []
     for _, order in zip(range(count + 1), cycle(permutations(("plain", "aside", "ours"))), strict=False):
-        prompt, answers, sidecar_s = machine.prompt(PROMPT_TOKENS), {}, 0.0
+        prompt, answers, sidecar_s = machine.prompt(PROMPT_TOKENS), {}, {}
         for side in order:
             engine, before_s = machine.plain if side == "plain" else machine.ours, machine.sidecar_cpu_s()
             answers[side] = engine.ask(Question(prompt, NEW_TOKENS, forget=True, aside=side == "aside"))
-            sidecar_s = machine.sidecar_cpu_s() - before_s if side == "ours" else sidecar_s
+            sidecar_s[side] = machine.sidecar_cpu_s() - before_s
         require(len({tuple(each.tokens) for each in answers.values()}) == 1, f"{model}: not the same tokens")
         require(len({each.scheduled for each in answers.values()}) == 1, f"{model}: something was reused")
-        asked.append(_Asked(**answers, sidecar_s=sidecar_s))
+        asked.append(_Asked(**answers, sidecar_s=sidecar_s["ours"]))
     return asked[1:]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import wraps
+from types import FunctionType
 from typing import Any, Final
 
 ENVIRONMENT: Final = {
@@ -31,7 +32,7 @@ SETTLED_CPU_S: Final = 0.001
 """Who takes less CPU than this in that time is at rest."""
 
 EMPTY_CALLS: Final = 1000
-"""Calls of nothing, to learn what measuring a call takes: some methods are called for every layer."""
+"""Calls of nothing, to learn what measuring a call takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ def watch_steps(see: Callable[[int, float], None]) -> None:
 
 
 class Clock:
-    """CPU time of this thread in the methods of a class, without what it takes to look at the time."""
+    """CPU time of this thread in the methods of a class, without what it takes to look at the time. Those that do
+    nothing are left as they are: vLLM calls some of them for every layer."""
 
     def __init__(self, kind: type) -> None:
         self.seconds = self._empty_s = 0.0
@@ -105,7 +107,7 @@ class Clock:
             empty()
         self._empty_s, self.seconds = self.seconds / EMPTY_CALLS, 0.0
         for name, value in list(vars(kind).items()):
-            if callable(value) and not name.startswith("__"):
+            if isinstance(value, FunctionType) and not name.startswith("__") and not _is_empty(value):
                 setattr(kind, name, self._timed(value))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +123,15 @@ class Clock:
                 self.seconds += time.thread_time() - began - self._empty_s
 
         return timed
+
+
+def _is_empty(method: FunctionType) -> bool:
+    """Whether a method has nothing but a docstring."""
+
+    def empty() -> None:
+        """Nothing."""
+
+    return method.__code__.co_code == empty.__code__.co_code
 
 
 class Engine:
