@@ -113,13 +113,15 @@ def sidecar(model: Any, tmp_path: Path) -> Iterator[Sidecar]:
 
 
 def connect(layout: KVLayout, socket_dir: str, *, device_pages: int = 64, host_pages: int = 64, **more: Any) -> HiCache:
-    """A cache with room for so many pages here, connected to a sidecar."""
+    """A cache with room for so many pages here, connected to a sidecar, and patient: a machine that stands still for a
+    moment costs no hits."""
+    patience = {"lookup_timeout_s": WAIT_S, "load_timeout_s": WAIT_S, "save_timeout_s": WAIT_S}
     return HiCache.connect(
         layout,
         device_bytes=device_pages * layout.page_bytes,
         host_bytes=host_pages * layout.page_bytes,
         socket_dir=socket_dir,
-        **more,
+        **{**patience, **more},
     )
 
 
@@ -289,7 +291,7 @@ def test_a_load_that_is_late_is_computed(
     with connected(model, sidecar.socket_dir) as (_, engine, _):
         check(engine, plain)
     pid = sidecar.process.process.pid
-    with connected(model, sidecar.socket_dir, load_timeout_s=0.3) as (_, engine, _):
+    with connected(model, sidecar.socket_dir, lookup_timeout_s=0.25, load_timeout_s=0.3) as (_, engine, _):
         before(monkeypatch, "acquire", lambda: os.kill(pid, signal.SIGSTOP))
         try:
             began = time.monotonic()

