@@ -152,15 +152,11 @@ class Scheduling:
                 tracked.num_full = 0
         loads, self._loads = self._loads, []
         unreported, self._unreported = self._unreported, []
+        saves = list(self._saves(step))
         started, self._started = self._started, []
-        for name in step.num_scheduled_tokens:
-            tracked = self._tracked.get(name)
-            if tracked is not None and tracked.is_to_start:
-                tracked.is_to_start = False
-                started.append(name)
         return Plan(
             loads=loads,
-            saves=list(self._saves(step)),
+            saves=saves,
             preempted=preempted,
             overwritten=self._overwritten(step, loads) if self._groups.has_window else frozenset(),
             unreported=unreported,
@@ -176,7 +172,12 @@ class Scheduling:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for name, num_scheduled in step.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
-            if tracked is None or tracked.is_retired:
+            if tracked is None:
+                continue
+            if tracked.is_to_start:
+                tracked.is_to_start = False
+                self._started.append(name)
+            if tracked.is_retired:
                 continue
             # Of tokens that are only guessed, or not sampled yet, the KV may be overwritten.
             known = tracked.request.all_token_ids
