@@ -23,6 +23,8 @@ PAGE_SIZE = 4
 DATA_CALLS = ("preadv", "pwritev")
 """Calls of the seam that move pages."""
 LANES = {"read_lanes": 4, "write_lanes": 4, "layer_lanes": 2}
+NEVER = 3600.0
+"""No commit by itself while a test runs: which calls reach a file does not depend on how long the test takes."""
 
 
 def shape_of(page_bytes: int, num_layers: int = 3) -> PageShape:
@@ -46,7 +48,8 @@ def capacity_for(shape: PageShape, num_pages: int, *, slots_per_segment: int) ->
 async def small_tier(
     shape: PageShape, num_pages: int, *, directory: Path | None = None, slots_per_segment: int = 4, **options: Any
 ) -> AsyncIterator[NvmeTier]:
-    """A tier of so many pages in small segments, by default in a directory of its own that is removed afterwards."""
+    """A tier of so many pages in small segments, by default in a directory of its own that is removed afterwards, which
+    commits when it is asked to and as it is closed."""
     segment_slots = min(slots_per_segment, num_pages)
     capacity_bytes, segment_bytes = capacity_for(shape, num_pages, slots_per_segment=segment_slots)
     with tempfile.TemporaryDirectory() as own:
@@ -55,7 +58,7 @@ async def small_tier(
             layout=shape,
             capacity_bytes=capacity_bytes,
             segment_bytes=segment_bytes,
-            **{**LANES, **options},
+            **{**LANES, "commit_interval_s": NEVER, **options},
         )
         try:
             yield tier

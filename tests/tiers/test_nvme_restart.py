@@ -29,8 +29,6 @@ from tests.tiers.nvme import SMALL, capacity_for, small_tier, write_all
 
 RECORD = b"namespace" + bytes(8)
 """The record whose digest the namespace of `identity_chain` is."""
-NEVER = 3600.0
-"""A commit interval that leaves commits to those who ask."""
 
 
 async def synced(tier: NvmeTier) -> None:
@@ -117,7 +115,7 @@ def test_what_was_durable_comes_back_after_a_crash_and_layers_can_be_read(tmp_pa
     identities = identity_chain(6)
 
     async def main() -> None:
-        async with small_tier(SMALL, 8, directory=tmp_path / "store", commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 8, directory=tmp_path / "store") as tier:
             await keep(tier, identities[:4])
             assert (tier.accepted, tier.durable) == (4, 0)
             await synced(tier)
@@ -127,7 +125,7 @@ def test_what_was_durable_comes_back_after_a_crash_and_layers_can_be_read(tmp_pa
             left = crash(tmp_path / "store", tmp_path / "left")
         for turn in range(3):
             # Whoever is killed while recovering, or just afterwards, leaves what he found.
-            async with small_tier(SMALL, 8, directory=left, commit_interval_s=NEVER) as tier:
+            async with small_tier(SMALL, 8, directory=left) as tier:
                 assert not tier.recovery.clean_stop
                 again = crash(left, tmp_path / f"left-{turn}")
                 await expect_recovered(tier, identities[:4])
@@ -167,7 +165,7 @@ def test_removed_stays_removed(tmp_path: Path) -> None:
     first, second = identity_chain(4), identity_chain(4, seed=1)
 
     async def main() -> None:
-        async with small_tier(SMALL, 4, directory=tmp_path / "store", commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 4, directory=tmp_path / "store") as tier:
             slots = await keep(tier, first)
             await synced(tier)
             tier.free(np.array(slots[1:], np.int32))
@@ -211,7 +209,7 @@ def test_c03_a_slot_is_written_again_only_when_its_removal_is_durable(tmp_path: 
     files = Watched()
 
     async def main() -> None:
-        async with small_tier(SMALL, 1, directory=tmp_path / "store", files=files, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 1, directory=tmp_path / "store", files=files) as tier:
             [slot] = await keep(tier, [first])
             await synced(tier)
             tier.free(np.array([slot], np.int32))
@@ -499,7 +497,7 @@ def test_i18_a_failed_flush_loses_its_pages_and_says_so(tmp_path: Path, fault: F
         directory = tmp_path / f"store-{at}"
         files = FaultyFiles(counts=lambda name: name == "fdatasync")
         durable: list[PageIdentity] = []
-        async with small_tier(SMALL, 16, directory=directory, files=files, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 16, directory=directory, files=files) as tier:
             files.arm(fault, at)
             for identities in (first, second):
                 slots = await keep(tier, identities)
@@ -567,7 +565,7 @@ def test_a_write_under_way_when_a_flush_of_its_segment_fails_is_lost(tmp_path: P
     files = Files("pwritev")
 
     async def main() -> None:
-        async with small_tier(SMALL, 4, directory=tmp_path / "store", files=files, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 4, directory=tmp_path / "store", files=files) as tier:
             await keep(tier, identities[:1])
             await synced(tier)
             await keep(tier, identities[1:2])
@@ -612,7 +610,7 @@ def test_a_log_that_cannot_be_written_takes_the_tier_down_until_it_can(tmp_path:
     files = Files()
 
     async def main() -> None:
-        async with small_tier(SMALL, 8, directory=tmp_path / "store", files=files, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 8, directory=tmp_path / "store", files=files) as tier:
             slots = await keep(tier, identities[:2])
             await synced(tier)
             files.fails = True
@@ -660,16 +658,16 @@ def test_of_two_whole_logs_the_newer_is_made_sure_of_before_the_older_goes(tmp_p
 
     async def main() -> None:
         directory = tmp_path / "store"
-        async with small_tier(SMALL, 8, directory=directory, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 8, directory=directory) as tier:
             await keep(tier, identities[:2])
         files = Files()
         files.retires = False
-        async with small_tier(SMALL, 8, directory=directory, files=files, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 8, directory=directory, files=files) as tier:
             await keep(tier, identities[2:])
             await synced(tier)
             left = crash(directory, tmp_path / "left")
         again.clear()
-        async with small_tier(SMALL, 8, directory=left, files=Files(), commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 8, directory=left, files=Files()) as tier:
             await expect_recovered(tier, identities)
             assert [num_bytes > 4096 for num_bytes in again] == [True, False, False], "again, begun, retired"
             assert not inspect_directory(left).problems
@@ -682,7 +680,7 @@ def test_closing_does_not_wait_for_ever_for_a_flush(tmp_path: Path, monkeypatch:
     files = HeldFiles("fdatasync")
 
     async def main() -> None:
-        async with small_tier(SMALL, 8, directory=tmp_path / "store", files=files, commit_interval_s=NEVER) as tier:
+        async with small_tier(SMALL, 8, directory=tmp_path / "store", files=files) as tier:
             files.hold()
             await keep(tier, identity_chain(2))
             waiting = asyncio.ensure_future(synced(tier))  # noqa: TID251 somebody waits while the tier is closed
@@ -733,13 +731,12 @@ def test_i20_logs_take_bounded_space_however_much_changes(tmp_path: Path) -> Non
     identities = identity_chain(64)
     capacity_bytes, _ = capacity_for(SMALL, 64, slots_per_segment=32)
     most = capacity_bytes + overhead_bytes(Geometry(SMALL, 32, 64))
-    options: dict[str, Any] = {"slots_per_segment": 32, "commit_interval_s": NEVER}
 
     def size() -> int:
         return sum(path.stat().st_size for path in (tmp_path / "store").iterdir())
 
     async def main() -> None:
-        async with small_tier(SMALL, 64, directory=tmp_path / "store", **options) as tier:
+        async with small_tier(SMALL, 64, directory=tmp_path / "store", slots_per_segment=32) as tier:
             slots = await keep(tier, identities)
             await synced(tier)
             logs = tier.counters()["commit.logs"]
@@ -753,7 +750,7 @@ def test_i20_logs_take_bounded_space_however_much_changes(tmp_path: Path) -> Non
                 assert size() <= most
             assert turn > 20
             left = crash(tmp_path / "store", tmp_path / "left")
-        async with small_tier(SMALL, 64, directory=left, **options) as tier:
+        async with small_tier(SMALL, 64, directory=left, slots_per_segment=32) as tier:
             assert await expect_recovered(tier, identities) == slots
 
     run(main())
