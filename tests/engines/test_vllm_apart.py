@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from hicache.tools.bench.engine_models import make_tiny
 from tests.engines.pictures import PICTURE, PICTURE_TOKENS, make_idefics
-from tests.engines.running import VOCABULARY, Answers, Tokens, engine
+from tests.engines.running import BLOCK, VOCABULARY, Answers, Engine, Tokens, engine
 from tests.engines.test_vllm import OWN_CACHE_OFF, arguments, settings
 from tests.engines.test_vllm_issues import cacheable, computed_alone
 from tests.service.serving import ServerProcess
@@ -95,11 +95,52 @@ def test_adapters_are_told_apart_by_what_is_in_them(
     found = []
     for adapters in ((None, one, other, same, one, other, None), (same, other, None)):
         with engine(model, tmp_path, settings(sidecar), **WITH_ADAPTERS) as running:
+            # Before it has loaded one, it has not shown how. Servers load theirs before they are asked for.
+            running.ask([prompts[0][: BLOCK // 2]], adapter=other)
             for adapter in adapters:
                 answers = running.ask(prompts, adapter=adapter)
                 assert answers.tokens == right[adapter]
                 found.append(is_new(answers, prompts))
     assert found == [True, True, True, False, False, False, False, False, False, False]
+
+
+def test_an_adapter_is_what_was_loaded_whatever_its_files_hold(
+    model: Path, prompts: list[Tokens], sidecar: ServerProcess, tmp_path: Path
+) -> None:
+    one, other = make_adapter(tmp_path / "one", seed=1), make_adapter(tmp_path / "other", seed=2)
+    third = make_adapter(tmp_path / "third", seed=3)
+    with engine(model, tmp_path, None, **WITH_ADAPTERS) as running:
+        right = [running.ask(prompts, adapter=adapter).tokens for adapter in (one, other, third)]
+    changing = Path(shutil.copytree(one, tmp_path / "changing"))
+
+    def replace(source: Path) -> None:
+        # In place, as where a trainer writes.
+        for file in source.iterdir():
+            with (changing / file.name).open("r+b") as written:
+                written.write(file.read_bytes())
+
+    def asked(running: Engine, adapter: Path) -> tuple[int, bool]:
+        """Which of them answered, and whether it computed all of it."""
+        answers = running.ask(prompts, adapter=adapter)
+        return right.index(answers.tokens), is_new(answers, prompts)
+
+    alone = {**WITH_ADAPTERS, "max_loras": 1}
+    with engine(model, tmp_path, settings(sidecar), **alone) as running:
+        assert asked(running, changing) == (0, True)
+        replace(other)
+        assert asked(running, changing) == (0, False), "vLLM has the one that it has read"
+        assert asked(running, third) == (2, True)
+        # Now it has to read the files again. What was computed before is not for what they hold now, nor is it certain
+        # what vLLM itself has kept.
+        assert asked(running, changing) == (1, True)
+        assert asked(running, changing) == (1, True)
+        # One that has stayed the same has what is cached also when vLLM had put it out of memory.
+        assert asked(running, third) == (2, False)
+    with engine(model, tmp_path, settings(sidecar), **alone) as running:
+        assert asked(running, changing) == (1, True), "what was computed with the other one is not found"
+        assert asked(running, third) == (2, False)
+        assert asked(running, changing) == (1, False)
+        assert asked(running, one) == (0, False)
 
 
 def test_pictures_are_told_apart_by_what_is_in_them(sidecar: ServerProcess, tmp_path: Path) -> None:
