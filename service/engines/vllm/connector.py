@@ -188,9 +188,10 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     # -- both sides ---------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        """What was counted since the last call."""
+        """What was counted since the last call; None for nothing, as in most steps."""
         side = self._scheduling or self._transfers
-        return None if side is None else HicacheStats(data=side.counts.take())
+        counted = {} if side is None else side.counts.take()
+        return HicacheStats(data=counted) if counted else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
