@@ -194,15 +194,18 @@ def test_two_ranks_find_their_pages_after_a_restart(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Each rank has one of the two heads, so that a page is half as large.
     server = ServerProcess(tmp_path, arguments(tmp_path, **{"layout.num_kv_heads": 1}))
-    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **OWN_CACHE_OFF}
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **WITH_ADAPTERS}
+    adapters = (None, make_adapter(tmp_path / "adapter", seed=1))
     try:
         with engine(model, tmp_path, None, **ranks) as running:
-            right = running.ask(prompts)
-        assert is_new(right, prompts)
+            right = {adapter: running.ask(prompts, adapter=adapter) for adapter in adapters}
+        assert all(is_new(each, prompts) for each in right.values())
         for is_first in (True, False):
             with engine(model, tmp_path, settings(server), **ranks) as running:
-                answers = running.ask(prompts)
-                assert answers.tokens == right.tokens
-                assert is_new(answers, prompts) == is_first
+                running.ask([prompts[0][: BLOCK // 2]], adapter=adapters[1])
+                for adapter in adapters:
+                    answers = running.ask(prompts, adapter=adapter)
+                    assert answers.tokens == right[adapter].tokens
+                    assert is_new(answers, prompts) == is_first
     finally:
         server.stop()
