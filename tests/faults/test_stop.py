@@ -3,12 +3,14 @@
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import grpc
 import pytest
 
+from hicache.errors import DeadlineExceeded
 from hicache.service import wire
 from hicache.service.client import Durability, Prompt, connect
 from tests.punctual import in_time
@@ -61,8 +63,9 @@ def test_a_hung_disk_does_not_hold_up_a_stop(tmp_path: Path, is_busy: bool) -> N
                 verifying = admin.unary_unary(wire.path_of(wire.ADMIN.methods_by_name["Verify"]), bytes, bytes)
                 verifying.future(b"")
             for first in range(1000, 7000, 1000) if is_busy else ():
-                tokens = range(first, first + 4 * PAGE)
-                with client.reserve(Prompt(NAMESPACE, tokens), timeout_s=1.0) as reservation:
+                prompt = Prompt(NAMESPACE, tokens := range(first, first + 4 * PAGE))
+                # Where there is no room, a busy machine may not be told so in time.
+                with suppress(DeadlineExceeded), client.reserve(prompt, timeout_s=1.0) as reservation:
                     for index, view in enumerate(reservation):
                         view[:] = page_bytes(tokens, reservation.first_page + index)
                     if len(reservation):

@@ -56,9 +56,9 @@ from tests.service.stored import NAMESPACE, PAGE, store
 from hicache.service.client import Prompt, connect
 client = connect(sys.argv[1], name="peer")
 number = 0
-while True:  # until no page of the arena is left
+while True:  # until no page of the arena is left, which the server says within its own deadline
     tokens = range(100_000 + 1000 * number, 100_000 + 1000 * number + PAGE)
-    if client.reserve(Prompt(NAMESPACE, tokens), timeout_s=0.5).outcome.name != "ACCEPTED":
+    if client.reserve(Prompt(NAMESPACE, tokens), timeout_s=30.0).outcome.name != "ACCEPTED":
         break
     number += 1
 print(number, flush=True)

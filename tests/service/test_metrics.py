@@ -145,7 +145,7 @@ def test_what_the_budget_of_writes_refuses_is_counted(tmp_path: Path) -> None:
     with thread_server(tmp_path, host_pages=8, **more) as server, connect(server.directory) as client:
         for number in range(64):
             tokens = range(1000 * number, 1000 * number + 4 * PAGE)
-            with client.reserve(Prompt(NAMESPACE, tokens), timeout_s=1.0) as reservation:
+            with client.reserve(Prompt(NAMESPACE, tokens)) as reservation:
                 for index, page in enumerate(reservation):
                     page[:] = page_bytes(tokens, reservation.first_page + index)
                 if len(reservation):
