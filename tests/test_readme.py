@@ -24,7 +24,7 @@ def test_every_program_stands_with_its_output() -> None:
 def test_the_programs_print_what_stands_below_them(program: str, output: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == output

@@ -329,7 +329,7 @@ def test_the_torch_path_loads_no_triton() -> None:
         attend(query, [part], key=key, value=key, scale=0.125)
         sys.exit("triton" in sys.modules)
     """
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=100).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=280).returncode == 0
 
 
 def test_kernels_are_refused_on_a_cpu_that_does_not_interpret_them() -> None:

@@ -198,7 +198,7 @@ SCRIPT = """if True:
 def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script]
     return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=100
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=280
     )
 
 

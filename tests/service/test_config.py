@@ -95,7 +95,7 @@ def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
 def _serve(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "hicache.tools", "serve", *words],
-        cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
 

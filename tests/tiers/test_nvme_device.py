@@ -120,7 +120,7 @@ def in_mount_namespace(mount: str, body: str, *arguments: Path) -> str:
         env={**os.environ, "PROGRAM": program, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -22,7 +22,7 @@ def hicache(
     """Run the command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "hicache.tools", *map(str, args)],
-        cwd=cwd, env=ENVIRONMENT | (env or {}), capture_output=True, text=True, timeout=100, check=False,
+        cwd=cwd, env=ENVIRONMENT | (env or {}), capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
 

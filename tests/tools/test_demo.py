@@ -56,7 +56,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     ]
     process = subprocess.run(
         [sys.executable, "-m", "hicache.tools", *arguments], cwd=folder, capture_output=True, text=True, check=False,
-        env=ENVIRONMENT | {"TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "ignore"}, timeout=110,
+        env=ENVIRONMENT | {"TMPDIR": str(folder / "tmp"), "PYTHONWARNINGS": "ignore"}, timeout=280,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     assert sorted(os.listdir(folder)) == ["run.json", "run.snapshot", "tmp"]

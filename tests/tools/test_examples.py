@@ -30,7 +30,7 @@ def prefilled_elsewhere(model: Path, socket_dir: Path) -> dict[str, Any]:
     """What the first of two processes says."""
     program = [sys.executable, "-m", "hicache.tools.examples.prefill_decode", "prefill", PROMPT]
     result = subprocess.run(
-        [*program, *options(model, socket_dir)], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        [*program, *options(model, socket_dir)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     answer: dict[str, Any] = json.loads(result.stdout)
