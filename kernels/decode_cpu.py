@@ -43,14 +43,14 @@ _LEAD: Final = 64
 """Tokens that the loops look ahead, at most."""
 _APART_BYTES: Final = 1 << 16
 """Between what threads write to, so that none loads what another one writes: what is asked for ahead reaches so far."""
-_RUNS_A_THREAD: Final = 4
+_RUNS_A_THREAD: Final = 2
 """More of them share out better what there is to do, and have more states to be merged."""
 _MOST_SEGMENTS: Final = 16
 """That are worked on together."""
 _ALONE_BYTES: Final = 1 << 19
 """Up to so many keys and values for each thread, waking another one costs more than it gains."""
 
-_AHEAD_BYTES: Final = {4: (14 << 10, 3 << 10), 2: (18 << 10, 4 << 10)}
+_AHEAD_BYTES: Final = {4: (16 << 10, 4 << 10), 2: (18 << 10, 4 << 10)}
 """How far ahead data is asked for, by bytes of an element, and how much nearer each time that it is asked for again: as
 was measured to be best, and little enough for the first cache."""
 _LATELY: Final = 64
