@@ -15,6 +15,7 @@ import torch
 from hicache.kernels import decode_cpu, threads
 from hicache.kernels import launch as launching
 from hicache.kernels.attend import PagedPart, attend
+from hicache.kernels.errors import BadArgument
 from hicache.kernels.state import AttentionState
 from tests.kernels.contexts import DTYPES, Context, scatter_context, tensor
 from tests.repository import ROOT
@@ -81,6 +82,23 @@ def test_parts_that_stay_and_parts_that_do_not(monkeypatch: pytest.MonkeyPatch) 
     for share in (0.0, 0.5, 0.95, 1.0):
         state = attend(query, leaving(share), key=key, value=value, scale=0.125)
         torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_pages_that_are_not_there_are_refused_by_the_loops(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """In one of three parts; what stands in a table behind the part's tokens is not looked at."""
+    monkeypatch.setattr(decode_cpu, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    pages = tensor(Random(0), 7, 2, 16, 2, 64, dtype=torch.float32)
+    query = tensor(Random(1), 1, 4, 64, dtype=torch.float32)
+    table = torch.tensor([6, 0, 3, 5, wrong], dtype=torch.int32)
+    for stays in (True, False):
+        good = PagedPart(pages, table, 64, stays=stays)
+        expected = attend(query, [good] * 3, key=NONE, value=NONE, scale=0.125)
+        with pytest.raises(BadArgument, match=f"part.block_table: names page {wrong}, expected 0 to 6"):
+            attend(query, [good, replace(good, num_tokens=65), good], key=NONE, value=NONE, scale=0.125)
+        again = attend(query, [good] * 3, key=NONE, value=NONE, scale=0.125)
+        assert torch.equal(again.output, expected.output)
 
 
 def test_several_threads_attend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
