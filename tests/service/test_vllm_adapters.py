@@ -115,6 +115,13 @@ def test_workers_are_asked_once_for_what_they_may_have() -> None:
     assert adapters.asked() == []
 
 
+def test_workers_are_asked_for_few_at_a_time() -> None:
+    adapters = Adapters(1)
+    many = [lora(number) for number in range(1, 4)]
+    assert not any(adapters.is_settled(each) for each in many)
+    assert [adapters.asked() for _ in range(4)] == [[each] for each in many] + [[]]
+
+
 def test_an_answer_is_good_for_a_while() -> None:
     adapters = Adapters(1, answer_s=0.0)
     assert not adapters.is_settled(lora())
@@ -139,7 +146,7 @@ def test_workers_that_do_not_answer_are_waited_for_once_and_not_for_long() -> No
 
 def test_whatever_an_adapter_computes_with_is_in_its_digest() -> None:
     digests = [
-        digest_of(each)
+        digest_of(each, None)
         for each in (
             model(),
             model(rank=4),
@@ -157,10 +164,15 @@ def test_whatever_an_adapter_computes_with_is_in_its_digest() -> None:
             model(modules_to_save={"score": SimpleNamespace(weight=torch.ones(2), bias=torch.ones(1))}),
         )
     ]
+    # Nor is all of it applied everywhere.
+    for name, value in (
+        ("target_modules", ["q"]), ("enable_tower_connector_lora", True), ("fully_sharded_loras", True)
+    ):  # fmt: skip
+        digests.append(digest_of(model(), SimpleNamespace(**{name: value})))
     assert len(set(digests)) == len(digests)
-    assert digest_of(model()) == digests[0]
+    assert digest_of(model(), None) == digests[0]
     with pytest.raises(TypeError, match="lora_a is a list"):
-        digest_of(model({"q": weights(lora_a=[torch.ones(2, 8)])}))
+        digest_of(model({"q": weights(lora_a=[torch.ones(2, 8)])}), None)
 
 
 def test_what_was_digested_does_not_change_with_its_file(tmp_path: Path) -> None:
@@ -168,12 +180,12 @@ def test_what_was_digested_does_not_change_with_its_file(tmp_path: Path) -> None
     save_file({"a": torch.ones(64, 64)}, path)
     with safe_open(path, framework="pt") as file:
         layer = weights(lora_a=file.get_tensor("a"))
-    digest = digest_of(model({"q": layer}))
+    digest = digest_of(model({"q": layer}), None)
     save_file({"a": torch.zeros(64, 64)}, tmp_path / "new")
     with path.open("r+b") as written:
         written.write((tmp_path / "new").read_bytes())
     assert torch.equal(layer.lora_a, torch.ones(64, 64))
-    assert digest_of(model({"q": layer})) == digest
+    assert digest_of(model({"q": layer}), None) == digest
 
 
 class Manager:
@@ -236,13 +248,13 @@ def kept(adapters: LoadedAdapters, asked: Any) -> bool:
 
 def test_a_worker_tells_what_vllm_loads_for_it(tmp_path: Path) -> None:
     config = object()
-    mine, others = LoadedAdapters(config, rank=1), LoadedAdapters(object(), rank=0)
+    mine, others = LoadedAdapters(config, rank=1, max_held=8), LoadedAdapters(object(), rank=0, max_held=8)
     for each in (mine, others, mine):
         watch(Manager, each)
     manager, asked = Manager(config), adapter(tmp_path, 1)
     assert not kept(mine, asked)
     assert manager.add_adapter(asked).value == 1.0
-    digest = digest_of(Manager(object())._load_adapter(asked))
+    digest = digest_of(Manager(object())._load_adapter(asked), config)
     assert mine.take_news() == ([Loaded(1, "adapter-1", asked.lora_path, 1, digest)], [])
     mine.fit(Plan(asked_adapters=[asked]))
     assert mine.take_news() == ([], [Answer(1, 1)])
@@ -254,7 +266,7 @@ def test_a_worker_tells_what_vllm_loads_for_it(tmp_path: Path) -> None:
 
 def test_pages_of_an_adapter_that_has_changed_are_neither_loaded_nor_saved(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0), Manager(config)
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8), Manager(config)
     watch(Manager, adapters)
     asked, inplace = adapter(tmp_path, 1), adapter(tmp_path, 2)
     manager.add_adapter(asked)
@@ -277,7 +289,7 @@ def test_pages_of_an_adapter_that_has_changed_are_neither_loaded_nor_saved(tmp_p
 
 def test_an_adapter_for_which_pages_were_loaded_is_the_one_that_vllm_has(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0, read_s=0.0), Manager(config, capacity=1)
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8, read_s=0.0), Manager(config, capacity=1)
     watch(Manager, adapters)
     asked, other = adapter(tmp_path, 1), adapter(tmp_path, 2)
     assert not begun(adapters, asked), "its manager is not known"
@@ -303,7 +315,7 @@ def test_an_adapter_for_which_pages_were_loaded_is_the_one_that_vllm_has(tmp_pat
 
 def test_an_adapter_in_memory_needs_no_disk(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0), Manager(config)
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8), Manager(config)
     watch(Manager, adapters)
     asked = adapter(tmp_path, 1)
     manager.add_adapter(asked)
@@ -316,7 +328,7 @@ def test_an_adapter_in_memory_needs_no_disk(tmp_path: Path) -> None:
 
 def test_an_adapter_that_is_not_in_memory_is_read_for_whoever_asks(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0), Manager(config, capacity=1)
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8), Manager(config, capacity=1)
     watch(Manager, adapters)
     asked, missing = adapter(tmp_path, 1), lora(3, "c", str(tmp_path / "nowhere"))
     adapters.fit(Plan(asked_adapters=[asked]))
@@ -338,7 +350,7 @@ def test_an_adapter_that_is_not_in_memory_is_read_for_whoever_asks(tmp_path: Pat
 
 def test_what_was_read_for_whoever_asked_is_not_given_to_vllm_later(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0, read_s=0.0), Manager(config)
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8, read_s=0.0), Manager(config)
     watch(Manager, adapters)
     manager.set_active_adapters(set())
     asked = adapter(tmp_path, 1)
@@ -348,9 +360,36 @@ def test_what_was_read_for_whoever_asked_is_not_given_to_vllm_later(tmp_path: Pa
     assert not kept(adapters, asked)
 
 
+def test_a_held_adapter_is_not_given_for_another_one_of_its_number(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8), Manager(config, capacity=1)
+    watch(Manager, adapters)
+    asked, other = adapter(tmp_path, 1), adapter(tmp_path, 2, 2.0)
+    manager.add_adapter(asked)
+    assert begun(adapters, asked)
+    manager.evict()
+    assert manager.add_adapter(lora(1, "other", other.lora_path)).value == 2.0
+
+
+def test_no_more_adapters_are_held_than_there_is_room_for(tmp_path: Path) -> None:
+    config = object()
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=2, read_s=30.0), Manager(config, capacity=1)
+    watch(Manager, adapters)
+    manager.set_active_adapters(set())
+    asked = [adapter(tmp_path, number) for number in range(6)]
+    # Those that nobody waits for make room for others.
+    adapters.fit(Plan(asked_adapters=asked))
+    assert manager.num_read == len(asked)
+    assert [begun(adapters, each, each.lora_name) for each in asked] == [True, True] + [False] * 4
+    assert manager.num_read == len(asked) + 2, "what there is no room for is not read either"
+    adapters.fit(Plan(started=[asked[0].lora_name]))
+    assert begun(adapters, asked[1], "again")
+    assert begun(adapters, asked[5])
+
+
 def test_one_that_is_loaded_in_place_is_held_for_nobody(tmp_path: Path) -> None:
     config = object()
-    adapters, manager = LoadedAdapters(config, rank=0), Manager(config, capacity=1)
+    adapters, manager = LoadedAdapters(config, rank=0, max_held=8), Manager(config, capacity=1)
     watch(Manager, adapters)
     asked = adapter(tmp_path, 1)
     manager.add_adapter(asked)
@@ -365,7 +404,7 @@ def test_another_release_is_refused() -> None:
         _load_adapter = Manager._load_adapter
 
     with pytest.raises(BadRequest, match="Other of this release has no set_active_adapters"):
-        watch(Other, LoadedAdapters(object(), rank=0))
+        watch(Other, LoadedAdapters(object(), rank=0, max_held=8))
 
 
 # -- both sides -------------------------------------------------------------------------------------------------------
@@ -378,7 +417,7 @@ class WithAdapters(Scheduler):
     def __init__(self, directory: Path, seed: int) -> None:
         super().__init__(directory, seed)
         config = object()
-        self.adapters = LoadedAdapters(config, rank=0, read_s=0.0)
+        self.adapters = LoadedAdapters(config, rank=0, max_held=8, read_s=0.0)
         self.manager = Manager(config)
         watch(Manager, self.adapters)
         self.values: dict[str, list[float]] = {}
@@ -517,7 +556,8 @@ def test_no_request_goes_on_from_pages_of_another_adapter(server: ThreadServer, 
     waiting: list[Request] = []
     try:
         number = num_finished = 0
-        while num_finished < 150:
+        # Also one that was preempted before it began is asked for again: until then its adapter is held.
+        while num_finished < 150 or waiting:
             if not waiting:
                 tokens = rng.choice(documents) + [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
                 waiting.append(Request(f"r{number}", tokens, lora_request=rng.choice([None, *asked])))

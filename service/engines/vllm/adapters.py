@@ -15,6 +15,8 @@ PATIENCE_S: Final = 5.0
 """How long requests wait for workers to say what they have. Those that come later, while it is not said, do not."""
 ANSWER_S: Final = 1.0
 """How long it is good for that a worker does not have an adapter."""
+MAX_ASKED: Final = 1
+"""Adapters that workers are asked for in a step."""
 MAX_KNOWN: Final = 1 << 16
 """Adapters that are remembered, and their names. Those that come later are nobody's: none may be forgotten, as what has
 changed once is never certain again."""
@@ -112,8 +114,9 @@ class Adapters:
         return asked.answered_at is not None or now - asked.since >= self._patience_s
 
     def asked(self) -> list[Any]:
-        """Adapters that workers are to be asked for, each once."""
-        new = [each for each in self._asked.values() if not each.is_sent]
+        """Adapters that workers are to be asked for, each once, and few at a time: what they do not have they read,
+        while others wait."""
+        new = [each for each in self._asked.values() if not each.is_sent][:MAX_ASKED]
         for each in new:
             each.is_sent = True
         return [each.lora for each in new]

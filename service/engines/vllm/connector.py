@@ -226,8 +226,9 @@ class HicacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         try:
             backends = backends_of(self._vllm_config, names)
             adapters = None
-            if self._vllm_config.lora_config is not None:
-                adapters = LoadedAdapters(self._vllm_config.lora_config, rank)
+            lora = self._vllm_config.lora_config
+            if lora is not None:
+                adapters = LoadedAdapters(lora, rank, max_held=lora.max_cpu_loras)
                 watch(WorkerLoRAManager, adapters)
             blocks = Blocks(groups, kv_caches, self._kv_cache_config.num_blocks)
             self._link = self._new_link("worker", staging_bytes=self._settings.staging_bytes, groups=groups)

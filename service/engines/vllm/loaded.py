@@ -31,6 +31,8 @@ _LOADS: Final = "_load_adapter"
 engine's `lora_dtype`: every adapter passes through it."""
 _USES: Final = "set_active_adapters"
 """The one that it calls for each step, and when it warms up."""
+_APPLIES: Final = ("target_modules", "enable_tower_connector_lora", "fully_sharded_loras")
+"""What vLLM's configuration says of where and how the weights of all adapters are applied."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class _Held:
     """An adapter that vLLM is to have, whatever its files hold by now."""
 
     model: Any
+    path: str
+    """Where it was read: numbers are vLLM's own, and may be somebody else's by now."""
     until: float
     """As long as this, or while there are"""
     requests: set[str] = field(default_factory=set)
@@ -49,10 +53,12 @@ class _Held:
 class LoadedAdapters:
     """The adapters of one worker. Belongs to the worker's thread, on which vLLM loads them, too."""
 
-    def __init__(self, lora_config: Any, rank: int, *, read_s: float = READ_S) -> None:
-        """`lora_config`: vLLM's, by which it is known which of a process's managers is this worker's."""
+    def __init__(self, lora_config: Any, rank: int, *, max_held: int, read_s: float = READ_S) -> None:
+        """`lora_config`: vLLM's, by which it is known which of a process's managers is this worker's. `max_held`: so
+        many adapters are in memory for requests that wait, beside those that vLLM has."""
         self.lora_config: Final = lora_config
         self._rank: Final = rank
+        self._max_held: Final = max_held
         self._read_s: Final = read_s
         self._adapters: Final = Adapters(1)
         self._manager: weakref.ref[Any] | None = None
@@ -89,7 +95,7 @@ class LoadedAdapters:
             self._held.pop(int(lora.lora_int_id), None)
         else:
             try:
-                digest = digest_of(model)
+                digest = digest_of(model, self.lora_config)
             except Exception:
                 _log.exception("hicache: an adapter is of an unknown form; its requests go without the cache")
         loaded = Loaded(int(lora.lora_int_id), str(lora.lora_name), str(lora.lora_path), self._rank, digest)
@@ -100,7 +106,7 @@ class LoadedAdapters:
     def held(self, lora: Any) -> Any:
         """The adapter that vLLM is to have where it is about to read one. None where it is to read."""
         held = self._held.get(lora.lora_int_id)
-        if held is None or lora.load_inplace:
+        if held is None or lora.load_inplace or held.path != lora.lora_path:
             return None
         return held.model if held.requests or time.monotonic() < held.until else None
 
@@ -113,9 +119,10 @@ class LoadedAdapters:
         if load.lora is None:
             return True
         model = self._at_hand(load.lora)
-        if model is None or not self._adapters.digest(load.lora):
+        if model is None or not self._adapters.digest(load.lora) or not self._has_room(load.lora):
             return False
-        held = self._held.setdefault(load.lora.lora_int_id, _Held(model, time.monotonic()))
+        new = _Held(model, load.lora.lora_path, time.monotonic())
+        held = self._held.setdefault(load.lora.lora_int_id, new)
         held.requests.add(load.request_id)
         return True
 
@@ -128,13 +135,20 @@ class LoadedAdapters:
         try:
             model = manager._adapter_manager.get_adapter(number)
             model = self.held(lora) if model is None else model
-            if model is None:
+            if model is None and self._has_room(lora):
                 model = getattr(manager, _LOADS)(lora)
-                self._held[number] = _Held(model, time.monotonic() + self._read_s)
+                self._held[number] = _Held(model, lora.lora_path, time.monotonic() + self._read_s)
         except Exception as error:
             _log.info("hicache: an adapter cannot be had: %s", error)
             return None
         return model
+
+    def _has_room(self, lora: Any) -> bool:
+        """Whether an adapter may be held. One that no request waits for makes room."""
+        if lora.lora_int_id in self._held or len(self._held) < self._max_held:
+            return True
+        spare = next((number for number, held in self._held.items() if not held.requests), None)
+        return spare is not None and self._held.pop(spare) is not None
 
     def _let_go(self, started: Iterable[str]) -> None:
         """Hold nothing any more for these requests."""
@@ -194,11 +208,12 @@ def _using(use: Any) -> Callable[..., Any]:
     return uses
 
 
-def digest_of(model: Any) -> str:
-    """`"sha256:"` and the digest of an adapter as vLLM has read it, a `LoRAModel`. Its weights are in memory of their
-    own from now on: otherwise some are the file itself, mapped, and change with it. Raises `AttributeError` or
-    `TypeError` for a form of adapters that is not known."""
-    names: list[Any] = [model.rank, bool(model.is_3d_lora_weight)]
+def digest_of(model: Any, lora_config: Any) -> str:
+    """`"sha256:"` and the digest of an adapter as vLLM has read it, a `LoRAModel`, and of what of it is applied, as
+    vLLM's `LoRAConfig` says. Its weights are in memory of their own from now on: otherwise some are the file itself,
+    mapped, and change with it. Raises `AttributeError` or `TypeError` for a form of adapters that is not known."""
+    applied = [getattr(lora_config, name, None) for name in _APPLIES]
+    names: list[Any] = [model.rank, bool(model.is_3d_lora_weight), applied]
     tensors: list[Tensor] = []
 
     def take(owner: Any, attribute: str) -> None:
