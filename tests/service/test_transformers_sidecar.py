@@ -147,6 +147,8 @@ def check(engine: TransformersEngine, plain: Plain, **how: Any) -> int:
         return request.cached
 
 
+RESUME_S: Final = 5.0
+"""Within which a sidecar that is there again is found."""
 FOUND: Final = kept(LENGTH + NEW - 1, LENGTH) // PAGE_SIZE * PAGE_SIZE
 """Tokens of that prompt that another process finds: whole pages."""
 
@@ -348,9 +350,10 @@ def test_a_sidecar_that_comes_later_is_found(model: Any, plain: Plain, tmp_path:
         sidecar = Sidecar(tmp_path, options_for(layout, tmp_path))
         try:
             began = time.monotonic()
-            while cache.shared is not None and not cache.shared.is_up:
-                assert time.monotonic() - began < WAIT_S, "it was not found"
-                engine.request(random_ids(LENGTH)).close()
+            with in_time(RESUME_S):
+                while cache.shared is not None and not cache.shared.is_up:
+                    assert time.monotonic() - began < WAIT_S, "it was not found"
+                    engine.request(random_ids(LENGTH)).close()
             check(engine, plain)
             assert cache.wait_saved()
             with connected(copy.deepcopy(model), sidecar.socket_dir) as (_, other, _):
