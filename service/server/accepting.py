@@ -48,13 +48,15 @@ class Acceptor:
                     _log.warning("%s: nobody is let in for a moment: %s", self._named, error.strerror)
                     await asyncio.sleep(EXHAUSTED_S)
                     continue
-                if self._num_under_way >= self._max:
+                if self._num_under_way < self._max:
+                    connection.setblocking(False)
+                    self._num_under_way += 1
+                    # Not in a `finally` of the task: cancelled before its first step it would run none.
+                    tasks.create_task(handle(connection)).add_done_callback(partial(self._end, connection))
+                else:
                     connection.close()
-                    continue
-                connection.setblocking(False)
-                self._num_under_way += 1
-                # Not in a `finally` of the task: cancelled before its first step it would run none.
-                tasks.create_task(handle(connection)).add_done_callback(partial(self._end, connection))
+                # To accept does not wait while somebody is there: others run meanwhile, also who lets this one go.
+                await asyncio.sleep(0)
         raise AssertionError("accepting has no end")
 
     def _end(self, connection: socket.socket, task: "asyncio.Task[None]") -> None:
