@@ -115,6 +115,15 @@ def test_workers_are_asked_once_for_what_they_may_have() -> None:
     assert adapters.asked() == []
 
 
+def test_adapters_beyond_those_that_can_be_remembered_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.service.engines.vllm.adapters.MAX_KNOWN", 4)
+    adapters, several = Adapters(1), [lora(number, f"{number}") for number in (1, 2, 3)]
+    adapters.take([loaded(number=each.lora_int_id, name=each.lora_name) for each in several])
+    assert [bool(adapters.digest(each)) for each in several] == [True, True, False]
+    adapters.take([loaded("2", number=1, name="1")])
+    assert [bool(adapters.digest(each)) for each in several] == [False, True, False], "what has changed is not forgotten"
+
+
 def test_workers_are_asked_for_few_at_a_time() -> None:
     adapters = Adapters(1)
     many = [lora(number) for number in range(1, 4)]
