@@ -59,7 +59,7 @@ class Limits:
     total_staging_bytes: int = 4 << 30
     """Staging memory of all sessions."""
     message_bytes: int = 512 << 20
-    """What clients have sent and the server has not answered yet, over all calls."""
+    """What clients have sent and the server has not answered yet, over all calls of sessions."""
 
 
 @dataclass(frozen=True, slots=True)

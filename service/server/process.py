@@ -42,7 +42,7 @@ from hicache.service.server.door import DoorCalls
 from hicache.service.server.edge import Edge, options
 from hicache.service.server.health import HealthServer, Progress
 from hicache.service.server.hello import HelloServer
-from hicache.service.server.intake import Intake
+from hicache.service.server.intake import AT_ONCE, Intake
 from hicache.service.server.keeping import Keeper
 from hicache.service.server.metrics import MetricsServer
 from hicache.service.server.recording import Recording
@@ -250,7 +250,7 @@ async def serving(
         if config.tcp is not None and remote is not None:
             server.tcp_port = tcp_port
             door = Edge(
-                clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=intake,
+                clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=_own_intake(longest),
                 access_sha256=config.tcp.token_sha256,
             )  # fmt: skip
             remote.add_generic_rpc_handlers((
@@ -264,7 +264,9 @@ async def serving(
             server.cache, server.sessions, server.storing, server.recording,
             status=server.status, drain=server.stop, start=server.start,
         )  # fmt: skip
-        alone = Edge(clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=intake)
+        alone = Edge(
+            clock, max_call_s=config.times.max_call_s, sessions=None, times=times, intake=_own_intake(longest)
+        )
         admin.add_generic_rpc_handlers((alone.handler(wire.ADMIN, owners),))
         reflection.enable_server_reflection((wire.ADMIN.full_name, wire.CACHE.full_name), admin)
         await _listen(admin, directory / wire.ADMIN_SOCKET)
@@ -363,6 +365,12 @@ def _grpc_server(
         options=[*options(config.limits, config.times), *more],
         maximum_concurrent_rpcs=max_calls,
     )
+
+
+def _own_intake(longest: int) -> Intake:
+    """For calls that belong to no session: whatever sessions send, the owner is heard, and who comes. Twice what is
+    received at a time."""
+    return Intake(longest, 2 * AT_ONCE * longest, Peers())
 
 
 async def _listen(server: grpc.aio.Server, path: str) -> None:

@@ -21,6 +21,7 @@ from tests.service.http2 import RawChannel
 from tests.service.serving import WAIT_S, ThreadServer, thread_server
 from tests.service.stored import LAYOUT, NAMESPACE, PAGE, check, page_bytes, store
 from tests.service.test_deadlines import hung_disk
+from tests.service.test_tcp import PLAIN, TOKEN, url
 from tests.service.test_unread import ASK, LOOKUP, TOKENS, num_open, statuses
 
 TENANTS: Final[dict[str, Any]] = {"red": {}, "blue": {}}
@@ -140,6 +141,26 @@ def test_one_tenant_leaves_the_others_messages(tmp_path: Path) -> None:
         assert not any(call.done() for call in calls)
 
 
+def test_what_sessions_send_leaves_the_owner_and_who_comes_their_messages(tmp_path: Path) -> None:
+    """I21, I26, I33: where sessions have all message bytes there may be, a command and a hello over TCP are heard."""
+    few = {"limits__max_tokens": 4096, "limits__message_bytes": AT_ONCE * wire.longest_request(4096)}
+    with (
+        thread_server(tmp_path, **few, **PLAIN) as server,
+        RawChannel(server.directory / wire.DATA_SOCKET, window=1 << 16) as raw,
+        connect(server.directory, staging_bytes=0) as client,
+    ):
+        for _ in range(AT_ONCE):
+            raw.call(LOOKUP, [], token=client.welcome.token, is_over=False)
+        server.until(lambda inside: sum(each.num_calls for each in inside.sessions) == AT_ONCE, within_s=WAIT_S)
+        with connect(server.directory) as another, pytest.raises(LimitReached, match="message_bytes"):
+            another.pin(Prompt(NAMESPACE, TOKENS))
+        with grpc.insecure_channel(wire.address(str(server.directory / wire.ADMIN_SOCKET))) as channel:
+            inspect = channel.unary_stream("/hicache.v1.Admin/Inspect", pb.InspectRequest.SerializeToString, bytes)
+            assert b"".join(inspect(pb.InspectRequest(view=pb.VIEW_STATS), timeout=WAIT_S))
+        with connect(url(server, "tcp"), token=TOKEN):
+            assert server.call(lambda inside: len(inside.sessions)) >= 2
+
+
 def test_one_tenant_leaves_the_others_token_ids_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I21, I33: 16 pages' ids, of which four are each tenant's; and beside them two of each session."""
     monkeypatch.setattr(storing, "MAX_KEPT_BYTES", 16 * 4 * PAGE)
@@ -202,4 +223,3 @@ def _is_promised(client: Client, tokens: range) -> bool:
             return False
         reservation[0][:] = page_bytes(tokens, 0)
         return reservation.commit(durability=Durability.BEHIND).outcome is Outcome.RESIDENT
-
