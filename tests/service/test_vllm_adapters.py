@@ -121,7 +121,7 @@ def test_adapters_beyond_those_that_can_be_remembered_are_nobodys(monkeypatch: p
     adapters.take([loaded(number=each.lora_int_id, name=each.lora_name) for each in several])
     assert [bool(adapters.digest(each)) for each in several] == [True, True, False]
     adapters.take([loaded("2", number=1, name="1")])
-    assert [bool(adapters.digest(each)) for each in several] == [False, True, False], "what has changed is not forgotten"
+    assert [bool(adapters.digest(each)) for each in several] == [False, True, False], "none is forgotten"
 
 
 def test_workers_are_asked_for_few_at_a_time() -> None:
