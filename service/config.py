@@ -155,6 +155,9 @@ class ServeConfig:
             raise BadRequest("limits.staging_bytes", "is more than limits.total_staging_bytes")
         if self.http_tokenizer is not None and self.http is None:
             raise BadRequest("http.listen", "is given together with http.tokenizer")
+        if len(self.tenants) > max(1, self.limits.max_sessions // 2):
+            problem = f"is less than {2 * len(self.tenants)}: half of them is divided among {len(self.tenants)} tenants"
+            raise BadRequest("limits.max_sessions", problem)
         longest = longest_request(self.limits.max_tokens)
         if self.limits.message_bytes < longest:
             raise BadRequest("limits.message_bytes", f"is less than {longest}: one prompt of limits.max_tokens")

@@ -83,6 +83,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, key: str, value: object) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_each_tenant_has_a_part_of_the_sessions(tmp_path: Path) -> None:
+    """F38, I33: of a server whose half has no session for each, one tenant could take all."""
+    tables: dict[str, Any] = {f"tenant-{number}": {} for number in range(4)}
+    assert len(ServeConfig.checked(settings(tmp_path, tenants=tables, limits__max_sessions=8)).tenants) == 4
+    with pytest.raises(BadRequest, match=r"limits\.max_sessions: is less than 8"):
+        ServeConfig.checked(settings(tmp_path, tenants=tables, limits__max_sessions=7))
+
+
 @pytest.mark.parametrize("missing", REQUIRED)
 def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
     tree: dict[str, Any] = settings(tmp_path)

@@ -200,9 +200,9 @@ def test_sessions_that_begin_over_and_over_keep_no_more(tmp_path: Path, monkeypa
 
 def test_a_hello_of_which_nothing_comes_is_counted_no_more(tmp_path: Path) -> None:
     """I23: nobody attaches, and the part is there again."""
-    with thread_server(tmp_path, limits__max_sessions=2, times__attach_s=0.2, tenants=TENANTS) as server:
+    with thread_server(tmp_path, limits__max_sessions=4, times__attach_s=0.2, tenants=TENANTS) as server:
         for _ in range(3):
-            for _ in range(2):
+            for _ in range(3):
                 _, fds = say_hello(server.directory, pb.Hello(protocol=wire.PROTOCOL, tenant="red"), WAIT_S)
                 for fd in fds:
                     os.close(fd)
