@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -143,7 +144,8 @@ class Edge:
         self._sessions: Final = sessions
         self._times: Final = times
         self._intake: Final = intake
-        self._common_turns: Final = asyncio.Semaphore(AT_ONCE)
+        self._turns: Final = WeakValueDictionary[str, asyncio.Semaphore]()
+        """For calls that belong to no session, by where they come from; while there are any."""
         self._access_sha256: Final = access_sha256
         self._tracing: Final = tracing
 
@@ -259,7 +261,8 @@ class Edge:
         ended meanwhile: who is lent nothing need give nothing back."""
         owner = call.owner
         if owner is None:
-            return await self._intake.receive(context, self._common_turns)
+            machine = context.peer().rpartition(":")[0]  # "ipv4:192.0.2.1:50000"; "unix:" for all that are local
+            return await self._intake.receive(context, self._turns.setdefault(machine, asyncio.Semaphore(AT_ONCE)))
         received = await self._intake.receive(context, owner.turns, owner.peer)
         try:
             # Who asks for many pieces at once over a slow connection waits here for those before.
@@ -410,5 +413,3 @@ def options(limits: Limits, times: Times) -> Sequence[tuple[str, int]]:
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     )
-
-

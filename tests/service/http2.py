@@ -21,12 +21,14 @@ CHUNK: Final = 1 << 16
 class RawChannel:
     """One connection. A context manager."""
 
-    def __init__(self, at: Path | int, *, window: int) -> None:
-        """`at`: a Unix socket, or a port of the loopback address. `window`: bytes of each stream's answers that the
-        server may send unasked."""
+    def __init__(self, at: Path | int, *, window: int, source: str = "127.0.0.1") -> None:
+        """`at`: a Unix socket, or a port of the loopback address, to connect to from `source`. `window`: bytes of each
+        stream's answers that the server may send unasked."""
         self.socket: Final = socket.socket(socket.AF_UNIX if isinstance(at, Path) else socket.AF_INET)
         self.socket.settimeout(30.0)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # the least: TCP's is soon full
+        if isinstance(at, int):
+            self.socket.bind((source, 0))
         self.socket.connect(str(at) if isinstance(at, Path) else ("127.0.0.1", at))
         self._http: Final = H2Connection(H2Configuration())
         self._http.initiate_connection()
@@ -48,13 +50,16 @@ class RawChannel:
         """Send what there is. Waits for the server to take it."""
         self.socket.sendall(self._http.data_to_send())
 
-    def call(self, path: str, messages: Iterable[bytes], *, token: bytes = b"", is_over: bool = True) -> int:
+    def call(
+        self, path: str, messages: Iterable[bytes], *, token: bytes = b"", access: bytes = b"", is_over: bool = True
+    ) -> int:
         """Begin a call, without a deadline, and send its messages; its stream. `is_over`: no more messages come."""
         stream = self._http.get_next_available_stream_id()
         headers = [
             (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
             ("te", "trailers"), ("content-type", "application/grpc"),
             (wire.TOKEN_METADATA, b64encode(token).decode().rstrip("=")),
+            (wire.ACCESS_METADATA, b64encode(access).decode().rstrip("=")),
         ]  # fmt: skip
         self._http.send_headers(stream, headers)
         for message in messages:

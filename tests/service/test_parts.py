@@ -161,6 +161,19 @@ def test_what_sessions_send_leaves_the_owner_and_who_comes_their_messages(tmp_pa
             assert server.call(lambda inside: len(inside.sessions)) >= 2
 
 
+def test_hellos_from_one_machine_that_say_nothing_leave_others_theirs(tmp_path: Path) -> None:
+    """I26, I33: as at the hello socket. They have a call's time to say something."""
+    with thread_server(tmp_path, **PLAIN) as server:
+        port = int(url(server).rpartition(":")[2])
+        with RawChannel(port, window=1 << 16, source="127.0.0.2") as raw:
+            for _ in range(2 * AT_ONCE):
+                raw.call("/hicache.v1.Door/Enter", [], access=TOKEN.encode(), is_over=False)
+            raw.call("/hicache.v1.Door/Nothing", [])
+            assert statuses(raw, 1) == {grpc.StatusCode.UNIMPLEMENTED: 1}, "those before have come"
+            with connect(url(server, "tcp"), token=TOKEN) as client:
+                assert client.lookup(Prompt(NAMESPACE, TOKENS)).num_tokens == 0
+
+
 def test_one_tenant_leaves_the_others_token_ids_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I21, I33: 16 pages' ids, of which four are each tenant's; and beside them two of each session."""
     monkeypatch.setattr(storing, "MAX_KEPT_BYTES", 16 * 4 * PAGE)
