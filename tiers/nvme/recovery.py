@@ -163,7 +163,7 @@ def recover(
     if num_kept is not None:
         is_kept = _reached(rows, geometry, num_kept)[1]
         dropped["beyond_capacity"] += int(rows.size - is_kept.sum())
-        rows = rows[is_kept]
+        rows = _those(rows, is_kept)
     namespaces = _renumber(contents.namespaces, rows)
     digests = _digests(namespaces, rows)
     runs: list[RecoveredRun] = []
@@ -172,7 +172,8 @@ def recover(
             rows, namespaces, dropped,
             lambda done, of: progress(geometry.num_slots + geometry.num_slots * done // max(of, 1), total),
         )  # fmt: skip
-        rows, digests = rows[kept], digests[kept]
+        if kept.size < rows.size:
+            rows, digests = rows[kept], digests[kept]
     is_gone = np.zeros(geometry.num_slots, np.bool_)
     is_gone[recorded] = True
     is_gone[rows["slot"]] = False
@@ -247,7 +248,7 @@ def settle(
 
     sound = (rows["slot"] < geometry.num_slots) & (rows["generation"] < MAX_GENERATION)
     dropped["out_of_range"] += int(rows.size - sound.sum())
-    rows, page_at = rows[sound], page_at[sound]
+    rows, page_at = _those(rows, sound), page_at[sound]
     sound = (freed["slot"] < geometry.num_slots) & (freed["generation"] < MAX_GENERATION)
     freed, freed_at = freed[sound], freed_at[sound]
 
@@ -270,7 +271,7 @@ def settle(
     def keep(sound: npt.NDArray[np.bool_], reason: str) -> None:
         nonlocal rows
         dropped[reason] += int(rows.size - sound.sum())
-        rows = rows[sound]
+        rows = _those(rows, sound)
 
     keep(rows["generation"] == generations[rows["slot"]], "older_generation")
     shape = geometry.shape
@@ -293,7 +294,12 @@ def _present(
     dropped["segment_missing"] += int(rows.size - is_there.sum())
     for ordinal, count in Counter(ordinals[~is_there].tolist()).items():
         damage.append(f"segment {ordinal} is missing, too short or not of this store: {count} pages in it are lost")
-    return rows[is_there]
+    return _those(rows, is_there)
+
+
+def _those(rows: Rows, are_meant: npt.NDArray[np.bool_]) -> Rows:
+    """Those of the rows; the array itself where it is all of them, as nearly always: not a copy for each question."""
+    return rows if are_meant.all() else rows[are_meant]
 
 
 def _reached(
