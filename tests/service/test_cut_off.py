@@ -1,4 +1,4 @@
-"""Local connections that nobody reads are cut off; those that are read, however slowly, never."""
+"""Local connections that nobody reads are cut off; those of which a piece is read in time, however small, never."""
 
 import os
 import resource
