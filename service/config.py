@@ -55,7 +55,7 @@ class Limits:
     """Share of the host tier that one session's leases and reservations may keep in place, above 0 to 1, and of the
     slowest tier that its pins may keep in the cache. A named tenant's sessions have it together."""
     staging_bytes: int = 256 << 20
-    """Staging memory of one session."""
+    """Staging memory of one session; no more than its tenant's part of that of all."""
     total_staging_bytes: int = 4 << 30
     """Staging memory of all sessions."""
     message_bytes: int = 512 << 20

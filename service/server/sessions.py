@@ -88,6 +88,11 @@ class Sessions:
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
+    @property
+    def staging_part(self) -> int:
+        """Bytes of staging memory that are each tenant's own; all where nothing is divided among tenants."""
+        return self._staged.part
+
     def reserve_staging(self, peer: Peer, num_bytes: int) -> None:
         """Count a peer's session that is about to begin, and its staging memory, before that is allocated. Raises
         `LimitReached`, `Draining`."""

@@ -39,6 +39,11 @@ class Peers:
         """Who a session's things are counted for."""
         return tenant or (uid if self._are_users else _ONLY)
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that there are, whether they are there or not; 0 where there are none."""
+        return len(self._tenants)
+
     def num_absent(self, present: AbstractSet[Peer]) -> int:
         """How many peers a part is kept for beside those that are there."""
         return 1 if self._are_users else len(self._tenants - present)
@@ -66,6 +71,12 @@ class Pool:
         self._held: Final = Counter[Peer]()
         self.total = 0
         """What all peers have."""
+
+    @property
+    def part(self) -> int:
+        """What each tenant has for itself; all where nothing is divided among tenants. Who asks for no more at a time
+        always finds its part."""
+        return self._most // 2 // self._peers.num_tenants if self._peers.num_tenants > 1 else self._most
 
     def held(self, peer: Peer) -> int:
         """What a peer has."""

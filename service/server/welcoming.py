@@ -52,7 +52,11 @@ class Welcoming:
             raise BadRequest("staging_bytes", f"{hello.staging_bytes} bytes hold no slot of {self._host.slot_stride}")
 
     def _staging_slots(self, hello: pb.Hello) -> int:
-        return min(hello.staging_bytes, self.sessions.limits.staging_bytes) // self._host.slot_stride
+        """How much staging memory a session is given: as much as is asked for and may be, but no more than its tenant's
+        part, or it would take some of another's. A slot at least."""
+        stride = self._host.slot_stride
+        most = min(self.sessions.limits.staging_bytes, max(self.sessions.staging_part, stride))
+        return min(hello.staging_bytes, most) // stride
 
     def _check_tenant(self, hello: pb.Hello) -> None:
         """The tenant is one of the configuration's, and the secret its own."""

@@ -83,6 +83,18 @@ def test_one_tenant_leaves_the_others_staging_memory(tmp_path: Path) -> None:
         assert store(blues[1], range(4 * PAGE), tenant="blue") == 4 * PAGE
 
 
+def test_a_session_has_no_more_staging_memory_than_is_its_tenants(tmp_path: Path) -> None:
+    """I21, I33: or who comes after it finds less than a part."""
+    names = [f"tenant{number}" for number in range(10)]
+    bound = {"limits__staging_bytes": 32 * LAYOUT.page_bytes, "limits__total_staging_bytes": 64 * LAYOUT.page_bytes}
+    with thread_server(tmp_path, tenants={name: {} for name in names}, **bound) as server, ExitStack() as stack:
+        first, *others = names
+        assert len(_begun(stack, server, "total_staging_bytes", tenant=first)) > 3, "what nobody has a part of, too"
+        for name in others:
+            (client, *_) = _begun(stack, server, "total_staging_bytes", tenant=name)
+            assert store(client, range(5 * PAGE), tenant=name) == 3 * PAGE, "a tenth of the half, at a time"
+
+
 def test_one_tenant_leaves_the_others_calls(tmp_path: Path) -> None:
     """I31, I33: 32 calls, of which eight are each tenant's; and beside them four of each session."""
 
