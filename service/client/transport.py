@@ -7,6 +7,7 @@ Behind them stand a Unix socket and gRPC; a test may put a server in the same pr
 import asyncio
 import os
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -204,12 +205,13 @@ class AsyncGrpcTransport:
 
 def say_hello(directory: Path, hello: pb.Hello, timeout_s: float) -> tuple[pb.Welcome, list[int]]:
     """One hello over the hello socket of a server. See `Transport.hello`."""
+    timeout_s = max(timeout_s, 0.001)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(max(timeout_s, 0.001))
         fds: list[int] = []
         try:
             try:
-                connection.connect(os.fspath(directory / wire.HELLO_SOCKET))
+                _connect(connection, directory / wire.HELLO_SOCKET, timeout_s)
+                connection.settimeout(timeout_s)
                 connection.sendall(wire.frame(hello))
                 data, fds, _, _ = socket.recv_fds(connection, wire.FRAME_HEAD + wire.MAX_HELLO_BYTES, MAX_FDS)
                 while len(data) < wire.FRAME_HEAD or len(data) < wire.FRAME_HEAD + wire.framed_length(data[:4]):
@@ -231,6 +233,18 @@ def say_hello(directory: Path, hello: pb.Hello, timeout_s: float) -> tuple[pb.We
             for fd in fds:
                 os.close(fd)
             raise
+
+
+def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
+    """Wait also where others do whom the server has not let in yet: a socket with a timeout of Python's does not, it is
+    refused."""
+    connection.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    )
+    try:
+        connection.connect(os.fspath(path))
+    except BlockingIOError:
+        raise TimeoutError from None
 
 
 def _serialize(message: Any) -> bytes:
