@@ -47,6 +47,7 @@ COUNTED_BYTES: Final = 64 << 10
 MAX_STREAMS: Final = 256
 """Calls of a connection, if a session may not have half as many. Far more than one client makes: those beyond wait at
 their client, or fail where they come before it knows the bound."""
+_NO_BOUND: Final = (1 << 31) - 1
 
 R = TypeVar("R", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -403,6 +404,10 @@ def options(limits: Limits, times: Times) -> Sequence[tuple[str, int]]:
         # may be silent, and as long again. Where not even the ping fits into the socket any more the kernel ends it
         # that is TCP's, and `Unread` others.
         ("grpc.max_concurrent_streams", max(MAX_STREAMS, 2 * limits.max_calls_per_session)),
+        # Those of all connections that wait to be looked at are not counted together: gRPC would cancel any client's
+        # call, without a reason, because of what others have sent.
+        ("grpc.server.max_pending_requests", _NO_BOUND),
+        ("grpc.server.max_pending_requests_hard_limit", _NO_BOUND),
         ("grpc.keepalive_time_ms", silent_ms),
         ("grpc.keepalive_timeout_ms", silent_ms),
         ("grpc.http2.ping_timeout_ms", silent_ms),

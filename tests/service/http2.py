@@ -10,7 +10,7 @@ from typing import Final, Self
 import grpc
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import Event, ResponseReceived, SettingsAcknowledged, TrailersReceived
+from h2.events import Event, PingAckReceived, ResponseReceived, SettingsAcknowledged, TrailersReceived
 from h2.settings import SettingCodes
 
 from hicache.service import wire
@@ -69,6 +69,16 @@ class RawChannel:
         self.flush()
         return stream
 
+    def arrived(self) -> list[grpc.StatusCode]:
+        """Wait until gRPC has all that was sent, whether or not the server has looked at it; how calls ended of which
+        it has said so before. Raises as `receive` does."""
+        self._http.ping(bytes(8))
+        self.flush()
+        events = list[Event]()
+        while not any(isinstance(event, PingAckReceived) for event in events):
+            events += self.receive()
+        return _ended(events)
+
     def open_window(self, stream: int, num_bytes: int) -> None:
         """Let the server send so many bytes of a stream's answer."""
         self._http.increment_flow_control_window(num_bytes, stream)
@@ -86,6 +96,11 @@ class RawChannel:
 
     def ended(self) -> list[grpc.StatusCode]:
         """How calls ended of which the server has said so since. Raises as `receive` does."""
-        headers = [event.headers for event in self.receive() if isinstance(event, ResponseReceived | TrailersReceived)]
-        numbers = [int(value) for each in headers for name, value in each if name == b"grpc-status"]
-        return [next(code for code in grpc.StatusCode if code.value[0] == number) for number in numbers]
+        return _ended(self.receive())
+
+
+def _ended(events: list[Event]) -> list[grpc.StatusCode]:
+    """How calls ended, as far as the events tell it."""
+    headers = [event.headers for event in events if isinstance(event, ResponseReceived | TrailersReceived)]
+    numbers = [int(value) for each in headers for name, value in each if name == b"grpc-status"]
+    return [next(code for code in grpc.StatusCode if code.value[0] == number) for number in numbers]

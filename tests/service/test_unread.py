@@ -1,6 +1,7 @@
 """Who asks and reads no answers takes a bounded part of the server, and is in nobody's way."""
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -133,6 +134,38 @@ def test_streams_that_nobody_reads_are_no_more_than_calls(tmp_path: Path, monkey
         assert set(ended) == {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert max(opened) == 2 * 4 + 1
         server.until(lambda inside: num_open(inside) == 2, within_s=WAIT_S)
+
+
+def test_calls_that_wait_to_be_looked_at_are_in_nobodys_way(tmp_path: Path) -> None:
+    """I31, I33: where thousands wait, gRPC itself would cancel those of any client, whoever has sent most of them."""
+    began, is_over = threading.Event(), threading.Event()
+
+    def hold(_: Server) -> None:
+        began.set()
+        is_over.wait(WAIT_S)
+
+    with (
+        thread_server(tmp_path, times__lease_s=WAIT_S) as server,
+        unread(server, window=1 << 16) as (client, raw),
+        ExitStack() as stack,
+    ):
+        many = [stack.enter_context(RawChannel(server.directory / wire.DATA_SOCKET, window=0)) for _ in range(16)]
+        busy = threading.Thread(target=server.call, args=(hold,))
+        busy.start()
+        try:
+            assert began.wait(WAIT_S)
+            for each in many:
+                for _ in range(MAX_STREAMS):
+                    each.call(LOOKUP, [ASK], token=b"nobody's")
+                assert each.arrived() == []
+            raw.call(LOOKUP, [ASK], token=client.welcome.token)
+            assert raw.arrived() == []
+        finally:
+            is_over.set()
+            busy.join()
+        assert statuses(raw, 1) == {grpc.StatusCode.OK: 1}
+        for each in many:
+            assert statuses(each, MAX_STREAMS) == {grpc.StatusCode.UNAUTHENTICATED: MAX_STREAMS}
 
 
 def test_all_sessions_together_have_a_bound_and_those_that_hang_up_count_no_more(tmp_path: Path) -> None:
