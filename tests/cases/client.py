@@ -118,6 +118,14 @@ class Client:
                 continue
         raise AssertionError("a page that cannot be read is offered again and again")
 
+    def read_there(self, tokens: Sequence[int]) -> int:
+        """`read`, and again while fewer come than are there, as of a disk that the machine has kept from answering for
+        longer than a step waits. For disks that nothing befalls."""
+        until = time.monotonic() + 60.0
+        while (found := self.read(tokens)) < self.match(tokens) and time.monotonic() < until:
+            pass
+        return found
+
     def _read(self, tokens: Sequence[int], timeout_s: float) -> int:
         asked = [*tokens, 1]
         with self.cache.sequence(self.namespace, asked, timeout_s=timeout_s) as running:

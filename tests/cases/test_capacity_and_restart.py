@@ -121,7 +121,7 @@ def test_c21_the_cap_holds_over_a_kill_and_a_restart_and_when_it_shrinks(tmp_pat
         with opened(directory, device=8, host=8, nvme=32) as cache:
             client = Client(cache)
             assert cache.stats()["tiers"]["nvme"]["used_pages"] == 32
-            assert [client.read(sequence(letter, P)) for letter in range(32)] == [P] * 32
+            assert [client.read_there(sequence(letter, P)) for letter in range(32)] == [P] * 32
             for letter in range(32, 364):
                 client.insert(sequence(letter, P))
                 assert cache.stats()["tiers"]["nvme"]["used_pages"] <= 32
@@ -131,7 +131,7 @@ def test_c21_the_cap_holds_over_a_kill_and_a_restart_and_when_it_shrinks(tmp_pat
             client = Client(cache)
             kept = [letter for letter in range(364) if client.match(sequence(letter, P))]
             assert cache.stats()["tiers"]["nvme"]["used_pages"] == len(kept) <= 16
-            assert [client.read(sequence(letter, P)) for letter in kept] == [P] * len(kept)
+            assert [client.read_there(sequence(letter, P)) for letter in kept] == [P] * len(kept)
             assert _bytes_of(directory) <= _cap(16)
             for letter in range(400, 440):
                 client.insert(sequence(letter, P))
@@ -183,7 +183,7 @@ def test_c23_an_entry_larger_than_the_cap_is_kept_in_part_and_told_so(tmp_path: 
             client.insert(small)
             before = resident_bytes()
             client.insert(long)
-            assert client.read(small) == len(small), "a long one has not thrown out what was there"
+            assert client.read_there(small) == len(small), "a long one has not thrown out what was there"
             for number in range(100):
                 letter, pages = 10 + number, 7 if number % 2 else 9
                 client.insert(sequence(letter, pages * P))
@@ -194,7 +194,7 @@ def test_c23_an_entry_larger_than_the_cap_is_kept_in_part_and_told_so(tmp_path: 
         assert len(used) > 100
         found = client.match(long)
         assert found % P == 0
-        assert client.read(long) == found
+        assert client.read_there(long) == found
         if nvme:
             client.insert(long)
             persisted = client.persist(long)
@@ -205,7 +205,7 @@ def test_c23_an_entry_larger_than_the_cap_is_kept_in_part_and_told_so(tmp_path: 
     if nvme:
         with opened(directory, device=24, host=8, nvme=8) as cache:
             assert cache.match(Client(cache).namespace, long).by_tier.get(NVME, 0) >= persisted
-            assert Client(cache).read(long) >= persisted
+            assert Client(cache).read_there(long) >= persisted
 
 
 def test_c23_a_cap_below_one_page_is_refused_before_anything_is_made(tmp_path: Path) -> None:

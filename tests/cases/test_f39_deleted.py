@@ -98,4 +98,4 @@ def test_f39_a_directory_that_is_moved_or_replaced_by_a_link_is_used_where_it_is
     assert os.listdir(tmp_path / "outside") == []
     with opened(tmp_path / "moved") as cache:
         client = Client(cache)
-        assert [client.read(prompt) for prompt in kept] == [4 * P] * 6
+        assert [client.read_there(prompt) for prompt in kept] == [4 * P] * 6

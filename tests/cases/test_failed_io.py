@@ -37,7 +37,7 @@ def test_c05_pages_are_read_from_host_while_they_are_written_to_disk(tmp_path: P
         demotion.start()
         assert stopped.wait(60)
         for _ in range(5):
-            assert Client(cache).read(long) == 8 * P
+            assert Client(cache).read_there(long) == 8 * P
         assert durable == [], "a read waited for the demotion"
         gate.set()
         demotion.join()
@@ -45,7 +45,7 @@ def test_c05_pages_are_read_from_host_while_they_are_written_to_disk(tmp_path: P
         check_at_rest(cache)
     with opened(tmp_path / "nvme") as cache:
         assert cache.match(Client(cache).namespace, long).by_tier == {NVME: 8 * P}
-        assert Client(cache).read(long) == 8 * P
+        assert Client(cache).read_there(long) == 8 * P
 
 
 def test_c10_a_store_that_failed_is_offered_up_to_the_page_that_failed(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_c10_a_store_that_failed_is_offered_up_to_the_page_that_failed(tmp_path:
             files.before_write = lambda _number: None
         with opened(tmp_path / "nvme") as cache:
             client = Client(cache)
-            assert client.match(A) == client.read(A) == 2 * P
+            assert client.match(A) == client.read_there(A) == 2 * P
             client.insert(A)
             assert client.persist(A) == 4 * P
             check_at_rest(cache)
         with opened(tmp_path / "nvme") as cache:
-            assert Client(cache).match(A) == Client(cache).read(A) == 4 * P
+            assert Client(cache).match(A) == Client(cache).read_there(A) == 4 * P
 
 
 def persisted(directory: Path, *letters: list[int]) -> None:
@@ -104,7 +104,7 @@ def test_c11_a_file_that_was_cut_before_the_start_serves_the_pages_before_the_cu
         client = Client(cache)
         assert client.read(A) == 2 * P
         client.insert(A)
-        assert client.read(A) == 4 * P
+        assert client.read_there(A) == 4 * P
         check_at_rest(cache)
 
 
@@ -124,15 +124,15 @@ def test_c11_half_a_read_is_continued_and_a_failed_neighbour_harms_nobody(tmp_pa
             return super().preadv(fd, buffers, offset)
 
     with seam(Halves(), **ONE_LANE), opened(tmp_path / "nvme") as cache:
-        assert Client(cache).read(A) == 4 * P
+        assert Client(cache).read_there(A) == 4 * P
     files = SegmentFiles()
     with seam(files, **ONE_LANE), opened(tmp_path / "nvme") as cache:
         client = Client(cache)
         files.count_from_here()
         files.before_read = lambda number: fail() if number <= 2 else None
         client.read(B)
-        assert client.read(A) == 4 * P
-        assert client.read(B) == 4 * P, "an error that passes is no reason to forget a page"
+        assert client.read_there(A) == 4 * P
+        assert client.read_there(B) == 4 * P, "an error that passes is no reason to forget a page"
         check_at_rest(cache)
 
 
@@ -159,4 +159,4 @@ def test_c13_what_could_not_be_written_down_is_not_counted_as_being_there(tmp_pa
             client.insert(A)
         check_at_rest(cache)
     with opened(tmp_path / "nvme") as cache:
-        assert Client(cache).read(A) == 4 * P
+        assert Client(cache).read_there(A) == 4 * P

@@ -43,7 +43,7 @@ def test_c01_sessions_that_come_back_get_their_own_pages_under_load(tmp_path: Pa
         assert failures == []
         for tokens in sessions:
             assert Client(cache).match(tokens) == 4 * P
-            assert Client(cache).read(tokens) == 4 * P
+            assert Client(cache).read_there(tokens) == 4 * P
         check_at_rest(cache)
 
 

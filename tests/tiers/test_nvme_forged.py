@@ -127,7 +127,7 @@ def test_what_is_accepted_after_a_forged_log_survives(name: str, tmp_path: Path)
             check_at_rest(cache)
         with opened(tmp_path, nvme=16, **budget) as cache:
             for document, num_tokens in promised.items():
-                assert Client(cache).read(sequence(ord(document), LENGTH)) >= num_tokens
+                assert Client(cache).read_there(sequence(ord(document), LENGTH)) >= num_tokens
     assert promised == {"e": LENGTH, "y": LENGTH}, "forged numbers wear a store out for one opening at most"
 
 
@@ -159,7 +159,7 @@ def test_rounds_that_fail_for_whatever_reason_are_tried_again_at_leisure(tmp_pat
         assert client.persist(sequence(ord("b"), LENGTH)) == LENGTH
     with opened(tmp_path) as cache:
         for letter in "ab":
-            assert Client(cache).read(sequence(ord(letter), LENGTH)) == LENGTH
+            assert Client(cache).read_there(sequence(ord(letter), LENGTH)) == LENGTH
 
 
 # ---- manifests
