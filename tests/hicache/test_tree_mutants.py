@@ -391,9 +391,9 @@ class OrderNotKept(HiRadixTree):
 class CountsTwice(HiRadixTree):
     """Occupancy counts an arrival twice."""
 
-    def _apply(self, node: Node, index: int, *events: Event) -> None:
-        super()._apply(node, index, *events)
-        if Event.MOVE_DONE in events:
+    def _apply(self, node: Node, index: int, event: Event, then: Event | None = None) -> None:
+        super()._apply(node, index, event, then)
+        if event is Event.MOVE_DONE:
             self._pages[index][Residency.RESIDENT] += 1
 
 
