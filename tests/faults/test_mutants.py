@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
 import pytest
 
 from hicache.tiers.nvme import records, recovery
@@ -130,10 +131,11 @@ def a_log_that_was_only_read_is_trusted(patch: pytest.MonkeyPatch) -> type[Simul
 def pages_are_taken_for_the_first_of_their_prompts(patch: pytest.MonkeyPatch) -> type[SimulatedDisk]:
     connect = recovery.connect
 
-    def rootless(rows, digests, *args):  # type: ignore[no-untyped-def]  # as the function it stands for
+    def rootless(rows, namespaces, *args):  # type: ignore[no-untyped-def]  # as the function it stands for
         rows = rows.copy()
-        rows["prefix"] = digests
-        return connect(rows, digests, *args)
+        for row in rows:
+            row["prefix"] = np.frombuffer(namespaces[int(row["namespace"])][0], np.uint8)
+        return connect(rows, namespaces, *args)
 
     patch.setattr(recovery, "connect", rootless)
     return SimulatedDisk
