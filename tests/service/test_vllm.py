@@ -559,6 +559,24 @@ class Scheduler:
         else:
             self.release(each)
 
+    def carry_on(self, waiting: list[Request], rng: random.Random) -> int:
+        """What becomes of running requests between two steps, by chance: those that have computed everything end or get
+        more tokens, and few others are preempted, and wait first. Returns how many ended."""
+        num_finished = 0
+        for each in list(self.running):
+            if each.is_waiting:
+                continue
+            if each.num_computed == each.num_tokens:
+                if rng.random() < 0.6 or each.num_tokens + 4 > len(each.blocks) * BLOCK:
+                    self.finish(each)
+                    num_finished += 1
+                else:
+                    each.all_token_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
+            elif rng.random() < 0.05:
+                self.preempt(each)
+                waiting.insert(0, each)
+        return num_finished
+
     def settle(self, within_s: float = 30.0) -> None:
         """Go on until nothing is under way."""
         deadline = time.monotonic() + within_s
@@ -583,18 +601,7 @@ def test_random_work_loads_what_was_saved_and_frees_every_block(server: ThreadSe
             while waiting and len(engine.running) < 4 and engine.admit(waiting[0]):
                 waiting.pop(0)
             engine.step()
-            for each in list(engine.running):
-                if each.is_waiting:
-                    continue
-                if each.num_computed == each.num_tokens:
-                    if rng.random() < 0.6 or each.num_tokens + 4 > len(each.blocks) * BLOCK:
-                        engine.finish(each)
-                        num_finished += 1
-                    else:
-                        each.all_token_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
-                elif rng.random() < 0.05:
-                    engine.preempt(each)
-                    waiting.insert(0, each)
+            num_finished += engine.carry_on(waiting, rng)
             if rng.random() < 0.01:
                 # Everything leaves the sidecar, also what was just found there.
                 server.call(lambda running: running.cache.flush())

@@ -574,18 +574,7 @@ def test_no_request_goes_on_from_pages_of_another_adapter(server: ThreadServer, 
             if len(engine.running) < 4 and engine.admit(waiting[0]):
                 waiting.pop(0)
             engine.step()
-            for each in list(engine.running):
-                if each.is_waiting:
-                    continue
-                if each.num_computed == each.num_tokens:
-                    if rng.random() < 0.6 or each.num_tokens + 4 > len(each.blocks) * BLOCK:
-                        engine.finish(each)
-                        num_finished += 1
-                    else:
-                        each.all_token_ids += [rng.randrange(1000) for _ in range(rng.randrange(1, 4))]
-                elif rng.random() < 0.05:
-                    engine.preempt(each)
-                    waiting.insert(0, each)
+            num_finished += engine.carry_on(waiting, rng)
             if rng.random() < 0.1:
                 engine.manager.evict()
             if rng.random() < 0.01:
